@@ -1,0 +1,34 @@
+"""The exceptions of cupyflash: each is also the built-in exception that a caller would expect."""
+
+__all__ = [
+    "CompileFailed",
+    "CupyflashError",
+    "DeviceUnavailable",
+    "InvalidArgument",
+    "InvalidType",
+    "UnsupportedProblem",
+]
+
+
+class CupyflashError(Exception):
+    """Base class of every exception that cupyflash raises on purpose."""
+
+
+class InvalidArgument(CupyflashError, ValueError):
+    """An argument has a wrong value, shape, stride or device."""
+
+
+class InvalidType(CupyflashError, TypeError):
+    """An argument is of a type, framework or dtype that is not accepted."""
+
+
+class UnsupportedProblem(CupyflashError, NotImplementedError):
+    """The arguments are right, but no kernel computes this problem on this device."""
+
+
+class DeviceUnavailable(CupyflashError, RuntimeError):
+    """A GPU, its driver or CuPy is needed and missing."""
+
+
+class CompileFailed(CupyflashError, RuntimeError):
+    """NVRTC refused a translation unit; the message holds its log and the unit's path."""

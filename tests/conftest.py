@@ -1,0 +1,45 @@
+"""Fixtures that every test file may use: the GPU, the array frameworks, random inputs."""
+
+import enum
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+
+# Set before the first import of the frameworks: JAX would otherwise take most of a GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def gpu_present() -> bool:
+    """Whether CuPy is installed and sees a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` where there is none."""
+    if gpu_present():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU and CuPy")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+class Backend(enum.Enum):
+    """The array frameworks whose arrays cupyflash takes."""
+
+    NUMPY = "numpy"
+    CUPY = "cupy"
+    TORCH = "torch"
+    JAX = "jax"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Return a random generator of a fixed seed."""
+    return np.random.default_rng(2026)
