@@ -1,49 +1,67 @@
 # The two commands of the README, each doing its own set-up: `make check` and `make test`.
-PYTHON ?= python3
-VENV   := .venv
+# PYTHON is the first interpreter of version 3.11 or newer; VENV may name another folder.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 SHELL  := /bin/bash
+CUDA   := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' | xargs -0 $(abspath $(BIN))/clang-format
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 
-# dependency-groups are installed by pip itself (25.1 and newer); a stamp keeps re-runs from reinstalling.
-$(VENV)/bin/python:
+# Each step leaves a stamp, so that nothing is installed twice; a change of pyproject.toml runs them again.
+$(VENV)/.stamp-venv:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer is needed and was not found; name one with PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --quiet --upgrade 'pip>=25.1'  # the first that installs dependency groups
+	@touch $@
 
-$(VENV)/.stamp-base: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
-	touch $@
+$(VENV)/.stamp-base: pyproject.toml | $(VENV)/.stamp-venv
+	$(PIP) install --quiet --editable .
+	@touch $@
 
 $(VENV)/.stamp-%: pyproject.toml $(VENV)/.stamp-base
-	$(BIN)/python -m pip install --quiet --group $*
-	touch $@
+	$(PIP) install --quiet --group $*
+	@touch $@
 
-.PHONY: help check test test-frameworks lint format wheel clean
+.PHONY: help check gpu test test-frameworks lint format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-check: $(VENV)/.stamp-base  ## the main job: real attention against the fp64 oracle, on the CPU path and on every GPU kernel
+check: $(VENV)/.stamp-base gpu  ## the main job: real attention against the fp64 oracle, on the CPU path and on every GPU kernel
 	$(BIN)/cupyflash check
 
-test: $(VENV)/.stamp-test  ## the test-suite (what needs a GPU or a framework that is absent is skipped, with the reason)
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# CuPy and NVRTC, only where there is a driver and no CuPy yet. CUDA 13 needs driver 580 or newer.
+gpu: $(VENV)/.stamp-base
+	@driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d . -f 1); \
+	if [[ $$driver =~ ^[0-9]+$$ ]] && ! $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("cupy") is None)'; then \
+		extra=cuda12; (( driver >= 580 )) && extra=cuda13; \
+		echo "$(PIP) install --quiet --editable .[$$extra]"; $(PIP) install --quiet --editable ".[$$extra]"; \
+	fi
 
-test-frameworks: $(VENV)/.stamp-test $(VENV)/.stamp-frameworks  ## the adapters' tests, with the CPU builds of torch and JAX
-	$(BIN)/python -m pytest -n auto --dist worksteal -m frameworks
+test: $(VENV)/.stamp-test  ## the test-suite (what needs a GPU or a framework that is absent is skipped, with the reason)
+	$(PYTEST)
+
+test-frameworks: $(VENV)/.stamp-test $(VENV)/.stamp-frameworks  ## the adapters' tests, with torch and JAX
+	$(PYTEST) -m frameworks
 
 lint: $(VENV)/.stamp-lint  ## ruff, mypy, clang-format, typos
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
+	$(CUDA) --dry-run --Werror
 	$(BIN)/typos
 
 format: $(VENV)/.stamp-lint  ## rewrite the sources in the project's format
-	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(CUDA) -i
 
 wheel: $(VENV)/.stamp-base  ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) dist build
