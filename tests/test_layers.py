@@ -1,0 +1,192 @@
+"""The one-way rule of docs/design.md: who may import whom, which header may include which."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cupyflash"
+CUDA = ROOT / "cuda"
+
+# The floors of the package, lowest first: a module imports from its own floor or a lower one.
+FLOORS = (
+    {"errors", "masks", "_philox", "reference", "_accuracy"},  # leaves: anyone may import them
+    {"_jit", "_array"},  # compiling and arrays; they know nothing of attention
+    {"_problem", "_launch", "_unit", "_tuning", "_cpu"},
+    {"_kernels"},
+    {"_torch", "_jax"},
+    {"_attention"},
+    {"_check", "_bench"},
+    {"cli"},
+)
+FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
+
+# What a module may import from outside, beyond the standard library and the base dependencies.
+HEAVY = {"cupy", "cupyx", "torch", "jax", "jaxlib", "matplotlib"}
+
+# Folder of cuda/ -> the folders that its files may include ("" is cuda/ itself: device.cuh).
+ARROWS = {
+    "ptx": {"", "ptx"},
+    "masks": {"", "masks"},
+    "scores": {"", "scores"},
+    "tile": {"", "tile", "ptx"},
+    "kernels": {"", "tile", "masks", "scores", "ptx"},
+    "": {""},
+}
+
+
+def python_modules() -> list[Path]:
+    """Every module of the package that has a floor: ``__init__`` stands above all of them."""
+    return sorted(
+        path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or not dunder(path)
+    )
+
+
+def dunder(path: Path) -> bool:
+    return path.stem in {"__init__", "__main__"}
+
+
+def first_level(path: Path) -> str:
+    """The module or subpackage that a file belongs to: ``_bench/run.py`` is ``_bench``."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Absolute names of a file's imports, and whether each runs when the module is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        or (isinstance(scope, ast.If) and ast.unparse(scope.test).endswith("TYPE_CHECKING"))
+        for node in ast.walk(scope)
+    }
+    package = ("cupyflash", *path.relative_to(PACKAGE).parts[:-1])
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(name, id(node) not in late) for name in names]
+    return found
+
+
+def inner(path: Path) -> set[str]:
+    """The modules of cupyflash that a file imports, early or late, other than its own package."""
+    names = {name.split(".")[1] for name, _ in imports(path) if name.startswith("cupyflash.")}
+    if any(name == "cupyflash" for name, _ in imports(path)):
+        names.add("_attention")  # the package itself: its functions live there
+    return {name for name in names if not name.startswith("__")} - {first_level(path)}
+
+
+MODULES = [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in python_modules()]
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_modules_import_downwards_only(path: Path) -> None:
+    module = first_level(path)
+    assert module in FLOOR_OF, f"{module} has no floor: give it one in FLOORS and in docs/design.md"
+    for other in inner(path):
+        assert other in FLOOR_OF, f"{module} imports {other}, which is no module of the package"
+        assert FLOOR_OF[other] <= FLOOR_OF[module], f"{module} imports {other} of a higher floor"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in python_modules():
+        graph.setdefault(first_level(path), set()).update(inner(path))
+    while graph:
+        done = {module for module, needs in graph.items() if not needs & graph.keys()}
+        assert done, f"these modules import one another: {sorted(graph)}"
+        graph = {module: needs for module, needs in graph.items() if module not in done}
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_heavy_packages_are_imported_late_and_in_few_places(path: Path) -> None:
+    allowed = {
+        "_jit": {"cupy"},
+        "_array": {"cupy"},
+        "_launch": {"cupy"},
+        "_torch": {"torch"},
+        "_jax": {"jax"},
+        "_bench": {"cupy", "torch", "jax", "matplotlib"},
+        "_check": {"cupy"},
+        "cli": {"cupy"},
+    }.get(first_level(path), set())
+    for name, early in imports(path):
+        top = name.split(".")[0]
+        if top in HEAVY:
+            assert top in allowed, f"{path.name} must not import {name}"
+            assert not early, f"{path.name} imports {name} when it is imported itself"
+
+
+def test_jit_and_array_know_nothing_of_attention() -> None:
+    for module in ("_jit", "_array"):
+        assert inner(PACKAGE / f"{module}.py") <= {"errors", "_jit", "_array"}
+
+
+def test_reference_shares_nothing_with_what_it_judges() -> None:
+    for module in FLOORS[0]:
+        assert inner(PACKAGE / f"{module}.py") <= FLOORS[0], f"{module} is a leaf"
+
+
+def test_cuda_holds_no_python() -> None:
+    # NVIDIA's namespace package has the same name: a .py file here would break `import cupy`.
+    assert not [path for path in CUDA.rglob("*") if path.suffix in {".py", ".pyi", ".pth"}]
+
+
+def code(path: Path) -> str:
+    """The text of a CUDA source with its comments blanked."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+SOURCES = [
+    pytest.param(path, id=str(path.relative_to(CUDA)))
+    for path in sorted(CUDA.rglob("*"))
+    if path.suffix in {".cu", ".cuh"}
+]
+
+
+def folder(path: Path) -> str:
+    return path.relative_to(CUDA).parts[0] if path.parent != CUDA else ""
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_includes_follow_the_arrows(path: Path) -> None:
+    for line in re.findall(r"^\s*#\s*include\s+(.*)$", code(path), flags=re.MULTILINE):
+        target = re.fullmatch(r'"([^"]+)"\s*', line)
+        assert target, f"{path.name} includes {line}: only our own headers, in quotes"
+        header = CUDA / target[1]
+        assert header.is_file(), f"{path.name} includes {line}, which is no path from cuda/"
+        assert header.suffix == ".cuh", f"{path.name} includes {line}: nothing includes a kernel"
+        allowed = ARROWS[folder(path)]
+        assert folder(header) in allowed, f"{folder(path)}/ must not include {target[1]}"
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_instructions_are_named_in_ptx_only(path: Path) -> None:
+    text = code(path)
+    assert "__CUDA_ARCH__" not in text, "the architecture is chosen by the host, in Config"
+    if folder(path) == "ptx":
+        return
+    assert not re.search(r"\basm\b", text), "asm belongs to cuda/ptx"
+    assert not re.search(r"\b__shared__\b", text), (
+        "shared memory comes from the accessor in cuda/ptx"
+    )
+    calls = set(re.findall(r"\b(__\w+)\s*\(", text)) - {"__launch_bounds__", "__cluster_dims__"}
+    assert not calls, f"intrinsics, shuffles and barriers belong to cuda/ptx: {sorted(calls)}"
+
+
+def test_every_kernel_file_defines_its_own_symbol() -> None:
+    kernels = sorted((CUDA / "kernels").glob("*.cu"))
+    assert kernels
+    for path in kernels:
+        entries = re.findall(r"__global__[^;{]*?\b(\w+)\s*\(\s*(?:const\b|__grid)", code(path))
+        assert entries == [path.stem], f"{path.name} must define one kernel, named {path.stem}"
