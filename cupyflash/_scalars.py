@@ -1,0 +1,83 @@
+"""The scalar arguments of a call, each as a plain Python number: any real scalar type goes in."""
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from ._array import HOST, Array, adapter_of
+from ._philox import seed_offset, threshold
+from ._views import host_view
+from .errors import InvalidArgument, InvalidType
+
+__all__ = ["random_state", "scalars"]
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def scalars(
+    softmax_scale: Any, softcap: Any, dropout_p: Any, head_dim: int, dtype: str
+) -> dict[str, float]:
+    """Return the checked scale, softcap and dropout_p; no head dim at all makes every score 0."""
+    limit = math.inf if dtype == "float64" else FLOAT32_MAX
+    if softmax_scale is None:
+        scale = 1 / math.sqrt(head_dim) if head_dim else 1.0
+    else:
+        scale = _finite("softmax_scale", softmax_scale, limit)
+    cap = _finite("softcap", softcap, limit)
+    if cap < 0:
+        raise InvalidArgument(f"`softcap` must be positive, or 0.0 for none, got {cap}")
+    p = number("dropout_p", dropout_p)
+    if not 0 <= p <= 1:
+        raise InvalidArgument(f"`dropout_p` must be a probability from 0 to 1, got {p}")
+    return {"scale": scale, "softcap": cap, "dropout_p": p if threshold(p) else 0.0}
+
+
+def random_state(rng_state: Any, needed: bool) -> tuple[int, int] | Array | None:
+    """Return the state of dropout as (seed, offset), an Array of the device, or None if unused."""
+    if rng_state is None and needed:
+        raise InvalidArgument(
+            "`rng_state` is None and `dropout_p` is not 0: pass rng_state=(seed, offset)"
+        )
+    if rng_state is None or (isinstance(rng_state, Array) and rng_state.device != HOST):
+        return rng_state
+    return seed_offset(host_view(rng_state) if isinstance(rng_state, Array) else rng_state)
+
+
+def number(name: str, value: Any) -> float:
+    """Return a real scalar as a float: a Python or NumPy number, or a 0-d array of the host."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    elif hasattr(value, "shape") and not isinstance(value, np.generic):
+        value = _element(name, value)
+    real = isinstance(value, numbers.Real) or (isinstance(value, np.generic) and _is_float(value))
+    if not real or isinstance(value, bool):
+        raise InvalidType(f"`{name}` must be a real number, got {value!r:.60}: pass a float")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond every float
+        return math.inf
+
+
+def _is_float(value: np.generic) -> bool:
+    """Whether a NumPy scalar is one of ml_dtypes' floats, which `numbers` does not know."""
+    return value.dtype.kind == "V" and hasattr(value, "__float__") and "float" in value.dtype.name
+
+
+def _element(name: str, value: Any) -> Any:
+    """Return the element of another framework's 0-d array, if it lies in host memory."""
+    array = adapter_of(value, name).array(value, name)
+    if array.shape != () or array.device != HOST:
+        raise InvalidType(
+            f"`{name}` must be a real number, got an array of shape {array.shape} "
+            f"on device {array.device}: pass a float"
+        )
+    return host_view(array)[()]
+
+
+def _finite(name: str, value: Any, limit: float) -> float:
+    result = number(name, value)
+    if not abs(result) <= limit or math.isinf(result):
+        raise InvalidArgument(f"`{name}` must be finite in the type of the scores, got {value}")
+    return result

@@ -1,0 +1,93 @@
+"""Views of array records: axes in another order, broadcast axes, NumPy's view, shared bytes."""
+
+from typing import Any
+
+import numpy as np
+
+from ._array import Array, contiguous_strides
+
+__all__ = ["broadcast", "host_view", "overlap", "permuted", "strides_like"]
+
+MAX_WORK: Any = 10_000  # candidates that the exact overlap test may try, about a millisecond
+
+
+def permuted(array: Array, axes: tuple[int, ...]) -> Array:
+    """Return the view of an array with its axes in another order."""
+    return array._replace(
+        shape=tuple(array.shape[axis] for axis in axes),
+        strides=tuple(array.strides[axis] for axis in axes),
+    )
+
+
+def broadcast(array: Array, shape: tuple[int, ...]) -> Array | None:
+    """Return the view that NumPy's rules give, or None; axes of size 1 and missing ones repeat."""
+    missing = len(shape) - len(array.shape)
+    if missing < 0:
+        return None
+    sizes, steps = (1,) * missing + array.shape, (0,) * missing + array.strides
+    if any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        return None
+    strides = tuple(0 if size == 1 else step for size, step in zip(sizes, steps, strict=True))
+    return array._replace(shape=shape, strides=strides)
+
+
+def strides_like(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides for a new array whose last size alone may differ from that of another.
+
+    They follow the other's order of dimensions if it is dense and its last dimension the innermost;
+    else, and where there is no element, they are C-contiguous.
+    """
+    last = len(shape) - 1
+    # Outermost first: a size of 1 may stand anywhere, so it goes there.
+    order = sorted(range(last), key=lambda axis: (array.shape[axis] > 1, -array.strides[axis]))
+    packed = contiguous_strides((*(array.shape[axis] for axis in order), array.shape[last]))
+    dense = all(
+        array.shape[axis] == 1 or array.strides[axis] == packed[place]
+        for place, axis in enumerate((*order, last))
+    )
+    if not dense or 0 in shape:
+        return contiguous_strides(shape)
+    packed = contiguous_strides((*(shape[axis] for axis in order), shape[last]))
+    return (*(packed[order.index(axis)] for axis in range(last)), 1)
+
+
+class _Exporter:
+    """Shows an `Array` to NumPy, and keeps its owner alive for as long as NumPy's view lives."""
+
+    def __init__(self, array: Array, itemsize: int) -> None:
+        self.array = array
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": f"|V{itemsize}",
+            "shape": array.shape,
+            "strides": tuple(stride * itemsize for stride in array.strides),
+            "data": (array.pointer, array.readonly),
+        }
+
+
+def host_view(array: Array) -> np.ndarray:
+    """Return NumPy's view of an array in host memory."""
+    dtype = np.dtype(array.dtype)
+    if 0 in array.shape:
+        return np.empty(array.shape, dtype)
+    return np.asarray(_Exporter(array, dtype.itemsize)).view(dtype)
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Return whether two arrays share bytes, or whether that is too hard to say."""
+    if not (a.pointer and b.pointer) or a.device != b.device:
+        return False
+    try:  # NumPy looks at addresses only, so that they may be those of a GPU
+        return bool(np.shares_memory(host_view(a), host_view(b), MAX_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(array: Array) -> bool:
+    """Return whether two elements share bytes (True also for some rare views where none do)."""
+    extent = 0
+    for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if size > 1 and stride <= extent:
+            return True
+        extent += stride * (size - 1)
+    return False
