@@ -193,6 +193,7 @@ def test_instructions_are_named_in_ptx_only(path: Path) -> None:
     text = code(path)
     assert "__CUDA_ARCH__" not in text, "the architecture is chosen by the host, in Config"
     if folder(path) == "ptx":
+        assert not re.search(r"(?<!extern )\b__shared__\b", text), "shared memory is dynamic"
         return
     assert not re.search(r"\basm\b", text), "asm belongs to cuda/ptx"
     assert not re.search(r"\b__shared__\b", text), (

@@ -1,11 +1,12 @@
-"""The README's Python examples run as they are printed."""
+"""The README's Python examples run as they are printed; links between documents lead somewhere."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 MARKS = {
     "cupy": [pytest.mark.gpu],
@@ -37,3 +38,15 @@ def test_example_runs(code: str, framework: str) -> None:
     pytest.importorskip(framework)
     assert len(code.splitlines()) <= 12, "an example of the README is short"
     exec(compile(code, "README.md", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize(
+    "document",
+    sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("cuda/*.md")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_links_lead_to_files(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
