@@ -1,0 +1,117 @@
+"""PyTorch tensors, on the CPU and on CUDA devices; torch is found in ``sys.modules``."""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArgument, InvalidType
+from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
+
+# NumPy has no element type of torch's for these: they cross as integers of the same size.
+CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+class TorchAdapter(Adapter):
+    """Plain tensors and parameters; subclasses (fake tensors, DTensor, ...) are refused."""
+
+    framework = "torch"
+
+    def __init__(self) -> None:
+        torch: Any = sys.modules["torch"]
+        self.plain = (torch.Tensor, torch.nn.Parameter)
+        self._torch = torch
+        self._dtypes = {n: getattr(torch, n) for n in ITEMSIZES if hasattr(torch, n)}
+        self._names = {dtype: n for n, dtype in self._dtypes.items()}
+        # What PyTorch's own compiled code asks; the public way makes a Stream object each time.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        public = lambda device: torch.cuda.current_stream(device).cuda_stream  # noqa: E731
+        self.stream = raw or public  # type: ignore[method-assign]
+
+    def facts(self, x: Any) -> tuple[Any, ...]:
+        try:
+            return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+        except RuntimeError:  # sparse and nested tensors: equal to nothing, so `array` judges them
+            return (object(),)
+
+    def pointer(self, x: Any) -> int:
+        try:
+            return x.data_ptr() or self._null(x)
+        except RuntimeError as error:  # inside torch.func.vmap and torch.func.grad
+            raise InvalidType(f"a tensor has no memory to read ({error}): pass a plain one") from (
+                error
+            )
+
+    def _null(self, x: Any) -> int:
+        if x.numel():
+            raise InvalidType(f"a tensor on {x.device} has no memory to read: pass a plain one")
+        return 0
+
+    def array(self, x: Any, name: str) -> Array:
+        self._check_kind(x, name)
+        if x.dtype not in self._names:
+            raise unknown_dtype(str(x.dtype), name)
+        shape = tuple(x.shape)
+        return Array(
+            pointer=self.pointer(x),
+            shape=shape,
+            strides=normal_strides(shape, x.stride()),
+            dtype=self._names[x.dtype],
+            device=x.get_device(),  # -1 for the CPU
+            framework=self.framework,
+            readonly=False,
+            owner=x,
+        )
+
+    def _check_kind(self, x: Any, name: str) -> None:
+        """Refuse what is a tensor without being strided memory of the CPU or a CUDA device."""
+        if self._torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise InvalidType(
+                f"`{name}` is a tensor inside a torch.func transform, which cupyflash does not "
+                "support yet: call it outside of the transform"
+            )
+        if x.is_nested or x.layout is not self._torch.strided:
+            raise InvalidType(
+                f"`{name}` must be a strided tensor, got "
+                f"{'a nested one' if x.is_nested else x.layout}: convert it (to_dense, pad)"
+            )
+        if x.device.type not in ("cpu", "cuda") or (x.is_cuda and self._torch.version.hip):
+            raise InvalidType(
+                f"`{name}` must be on the CPU or on an NVIDIA GPU, got device "
+                f"{'hip' if x.is_cuda else x.device}: move it"
+            )
+        if x.is_neg():
+            raise InvalidArgument(
+                f"`{name}` is a lazily negated view (its negative bit is set): "
+                f"pass `{name}.resolve_neg()`"
+            )
+
+    def host(self, x: Any) -> np.ndarray:
+        self.pointer(x)
+        name = self._names[x.dtype]
+        if name not in CARRIERS:
+            return x.detach().numpy()
+        return x.detach().view(self._dtypes[CARRIERS[name]]).numpy().view(name)
+
+    def empty_strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
+    ) -> Any:
+        where = "cpu" if device == HOST else device
+        return self._torch.empty_strided(shape, strides, dtype=self._dtypes[dtype], device=where)
+
+    def from_host(self, x: np.ndarray, device: int = HOST) -> Any:
+        name = x.dtype.name
+        if name in CARRIERS:
+            tensor = self._torch.from_numpy(x.view(CARRIERS[name])).view(self._dtypes[name])
+        else:
+            tensor = self._torch.from_numpy(x)
+        return tensor if device == HOST else tensor.to(device)
+
+    def contiguous_last(self, x: Any) -> Any:
+        return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
+
+    def capturing(self, device: int) -> bool:
+        return bool(self._torch.cuda.is_current_stream_capturing())
+
+    def grad_needed(self, x: Any) -> bool:
+        return bool(x.requires_grad and self._torch.is_grad_enabled())
