@@ -28,6 +28,7 @@ import platformdirs
 from .errors import CompileFailed
 
 LOCK_SECONDS = 600  # a holder that takes longer is stuck: go on without it
+MOVES = 10  # attempts to replace a damaged entry while others do the same without a lock
 STALE_SECONDS = 3600  # a half-written entry this old belongs to a process that was killed
 
 # The names that are written here, and nothing else is ever removed: entries, and with a suffix
@@ -270,12 +271,16 @@ def _write(path: Path, meta: dict[str, Any], files: dict[str, bytes]) -> Entry:
 
 def _move(draft: Path, path: Path) -> None:
     """Rename a folder into place; an intact entry that is there stays, a damaged one goes."""
-    try:
-        draft.rename(path)
-    except OSError:
-        if _read(path):
+    for attempt in range(MOVES):
+        try:
+            draft.rename(path)
             return
+        except OSError:
+            if _read(path):
+                return
+            if attempt == MOVES - 1:
+                raise
         aside = path.with_name(f"{path.stem}.tmp-{uuid.uuid4().hex}")
-        path.rename(aside)
-        draft.rename(path)
-        _delete(aside)
+        with contextlib.suppress(OSError):  # somebody else has moved it
+            path.rename(aside)
+            _delete(aside)

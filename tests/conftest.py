@@ -3,9 +3,11 @@
 import enum
 import importlib.util
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import Tiny
 
 # Set before the first import of the frameworks: JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -43,3 +45,9 @@ class Backend(enum.Enum):
 def rng() -> np.random.Generator:
     """Return a random generator of a fixed seed."""
     return np.random.default_rng(2026)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """Return a kernel of one line whose sources and cache are this test's own."""
+    return Tiny(tmp_path, monkeypatch)
