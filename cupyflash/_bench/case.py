@@ -1,0 +1,133 @@
+"""One problem to check or to time: its sizes and mask, and the inputs and counts that follow."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .._problem import Problem
+from ..errors import InvalidArgument
+from ..masks import Band
+
+DTYPES: dict[str, np.dtype] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+_LONG_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
+_WINDOW = re.compile(r"window:(-?\d+),(-?\d+)")
+
+
+def short_dtype(name: str) -> str:
+    """Return the short name (``bf16``) of a dtype given by its short or its long name."""
+    short = _LONG_NAMES.get(name, name)
+    if short not in DTYPES:
+        expected = ", ".join((*DTYPES, *_LONG_NAMES))
+        raise InvalidArgument(f"`dtype` must be one of {expected}, got {name!r}")
+    return short
+
+
+def split_masks(text: str) -> list[str]:
+    """Split a comma list of masks, where ``window:L,R`` has a comma of its own."""
+    return re.findall(r"window:[^,]*,[^,]*|[^,]+", text)
+
+
+def mask_options(mask: str) -> dict[str, Any]:
+    """Return the arguments of `attention` that a mask's text stands for."""
+    if mask in ("full", "causal"):
+        return {"causal": mask == "causal"}
+    window = _WINDOW.fullmatch(mask)
+    if window is None:
+        raise InvalidArgument(f"`mask` must be full, causal or window:L,R, got {mask!r}")
+    return {"window_size": (int(window[1]), int(window[2]))}
+
+
+def both(first: int, second: int, between: str) -> str:
+    """Return two sizes as text, as one where they are equal."""
+    return str(first) if first == second else f"{first}{between}{second}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem, in the words of the results files."""
+
+    dtype: str
+    batch: int
+    len_q: int
+    len_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    mask: str = "full"  # "full", "causal" or "window:L,R"
+    alignment: str = "bottom_right"
+
+    def __str__(self) -> str:
+        lengths = both(self.len_q, self.len_k, "x")
+        heads = both(self.heads_q, self.heads_k, "/")
+        dims = both(self.head_dim, self.head_dim_v, "/")
+        return f"{self.dtype} B{self.batch} S{lengths} H{heads} D{dims} {self.mask}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The mask as arguments of `cupyflash.attention`."""
+        return {**mask_options(self.mask), "alignment": self.alignment}
+
+    @property
+    def band(self) -> Band:
+        """The mask as the band policy that the kernels read."""
+        options = mask_options(self.mask)
+        window = options.get("window_size", (-1, -1))
+        return Band.of(options.get("causal", False), window, self.alignment)
+
+    def problem(self, arch: int | None) -> Problem:
+        """Return the problem that the dispatch table is asked about; None is the host."""
+        return Problem(
+            dtype=DTYPES[self.dtype].name,
+            batch=self.batch,
+            len_q=self.len_q,
+            len_k=self.len_k,
+            heads_q=self.heads_q,
+            heads_k=self.heads_k,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            scale=1 / math.sqrt(self.head_dim) if self.head_dim else 0.0,
+            band=self.band,
+            arch=arch,
+        )
+
+    def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""
+        shapes = (
+            (self.batch, self.len_q, self.heads_q, self.head_dim),
+            (self.batch, self.len_k, self.heads_k, self.head_dim),
+            (self.batch, self.len_k, self.heads_k, self.head_dim_v),
+        )
+        dtype = DTYPES[self.dtype]
+        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+        return q, k, v
+
+    def pairs(self) -> float:
+        """Count the (query, key) pairs of one head; a square causal mask counts as half of all."""
+        if self.mask == "full":
+            return self.len_q * self.len_k
+        if self.mask == "causal" and self.len_q == self.len_k:
+            return self.len_q * self.len_k / 2
+        rows = (self.band.keys(i, i + 1, self.len_q, self.len_k) for i in range(self.len_q))
+        return sum(end - begin for begin, end in rows)
+
+    def flops(self) -> float:
+        """Count the floating-point operations of the two matrix products, forward."""
+        return 2.0 * self.batch * self.heads_q * self.pairs() * (self.head_dim + self.head_dim_v)
+
+    def bytes(self) -> int:
+        """Count the bytes of q, k, v and the output: what a forward pass cannot help but move."""
+        rows_q = self.batch * self.len_q * self.heads_q * (self.head_dim + self.head_dim_v)
+        rows_k = self.batch * self.len_k * self.heads_k * (self.head_dim + self.head_dim_v)
+        return (rows_q + rows_k) * DTYPES[self.dtype].itemsize

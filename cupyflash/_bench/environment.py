@@ -1,0 +1,154 @@
+"""What a result depends on besides the code: card, driver, versions, clocks, commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .. import _jit
+from ..errors import DeviceUnavailable
+
+# Name in the results -> the distributions that may carry it.
+DISTRIBUTIONS = {
+    "numpy": ("numpy",),
+    "ml_dtypes": ("ml_dtypes",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+PEER_DISTRIBUTIONS = {
+    "fa2": ("flash-attn",),
+    "fa3": ("fa3-fwd", "flash-attn-3"),
+    "fa4": ("flash-attn-4",),
+    "flashinfer": ("flashinfer-python",),
+}
+_SMI_FIELDS = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+)
+
+
+def version_of(distributions: tuple[str, ...]) -> str | None:
+    """Return the version of the first distribution that is installed; nothing is imported."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def versions(table: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the versions of what is installed of a table of distributions."""
+    found = {name: version_of(distributions) for name, distributions in table.items()}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def gpu_present() -> bool:
+    """Whether CuPy is installed and sees a GPU."""
+    try:
+        return bool(_jit.import_cupy().cuda.is_available())
+    except DeviceUnavailable:
+        return False
+
+
+def gpu() -> dict[str, Any]:
+    """Return name, architecture, memory and driver of the current GPU; empty without one."""
+    if not gpu_present():
+        return {}
+    cupy = _jit.import_cupy()
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return {
+        "gpu": properties["name"].decode(),
+        "arch": f"sm_{properties['major']}{properties['minor']}",
+        "gpu_memory": int(properties["totalGlobalMem"]),
+        "gpus": cupy.cuda.runtime.getDeviceCount(),
+        "driver": smi(("driver_version",)).get("driver_version"),
+        "cuda": cuda_version(cupy.cuda.runtime.runtimeGetVersion()),
+        "driver_cuda": cuda_version(cupy.cuda.runtime.driverGetVersion()),
+    }
+
+
+def cuda_version(number: int) -> str:
+    """Return CUDA's version number (13000) as text (13.0)."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def nvrtc() -> str | None:
+    """Return the version of NVRTC, or None where it cannot be loaded."""
+    try:
+        return _jit.nvrtc_version()
+    except DeviceUnavailable:
+        return None
+
+
+def smi(fields: tuple[str, ...]) -> dict[str, str]:
+    """Ask nvidia-smi about the first GPU; empty where there is no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, map(str.strip, answer.stdout.strip().split(",")), strict=False))
+
+
+def clocks() -> dict[str, str]:
+    """Return clocks, power and temperature of the GPU at this moment."""
+    return smi(_SMI_FIELDS)
+
+
+def cpu() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Return the commit of the working tree that the package lies in, "-dirty" where it differs."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
+        return subprocess.run(
+            git, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Return the `env` of a results file."""
+    from .. import __version__
+
+    return {
+        "cupyflash": __version__,
+        "gpu": None,
+        "driver": None,
+        "cuda": None,
+        **gpu(),
+        "nvrtc": nvrtc(),
+        **{name: version_of(names) for name, names in DISTRIBUTIONS.items()},
+        "peers": versions(PEER_DISTRIBUTIONS),
+        "cpu": cpu(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "clocks": clocks(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+    }

@@ -1,0 +1,189 @@
+"""Time implementations against each other: results checked first, then in turn, round by round.
+
+Clocks and power drift, so a single order would favour somebody: every round times everyone once,
+the order rotates, and medians over the rounds count. `rounds_us` keeps each round's time, from
+which the ratio of two implementations is taken round by round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import _jit, _kernels
+from .case import Case
+from .peers import Peer
+from .runner import Arrays, Runner, Unfit, cupyflash
+from .truth import Truth
+
+Row = dict[str, Any]
+Progress = Callable[[str], None]
+
+PREHEAT_S = 0.3  # a card out of an idle gap runs its first kernels faster than the steady state
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are timed by the same implementations."""
+
+    cases: tuple[Case, ...]
+    peers: tuple[Peer, ...] = ()
+    device: str = "cuda"
+    kernel: str | None = None
+    frameworks: tuple[str, ...] = ("",)  # whose arrays cupyflash is given; "" is the peers' own
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds, and seconds per implementation and round."""
+
+    rounds: int = 5
+    budget_s: float = 0.1
+    preheat_s: float = PREHEAT_S
+
+
+@dataclass
+class Entry:
+    """One implementation on one case: what it is, and what has been measured of it."""
+
+    impl: str
+    build: Callable[[Case, Arrays, str], Runner]
+    runner: Runner | None = None
+    replay: Callable[[], Any] | None = None
+    max_error: float | None = None
+    error: str | None = None
+    notes: list[str] = field(default_factory=list)
+    kernel_rounds: list[float] = field(default_factory=list)
+    call_rounds: list[float] = field(default_factory=list)
+
+
+def run(suite: str, groups: Iterable[Group], effort: Effort, progress: Progress) -> list[Row]:
+    """Measure every case of every group, and return the rows of a results file."""
+    rows = []
+    for group in groups:
+        for case in group.cases:
+            progress(str(case))
+            rows += [{"suite": suite, **row} for row in measure(case, group, effort)]
+    return rows
+
+
+def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
+    """Check and time one case with cupyflash and every peer of the group."""
+    arrays = case.inputs(np.random.default_rng(2026))
+    entries = [
+        Entry("cupyflash", functools.partial(cupyflash, kernel=group.kernel, framework=framework))
+        for framework in group.frameworks
+    ]
+    entries += [Entry(peer.name, peer.build) for peer in group.peers]
+    truth = Truth(case, arrays)
+    for entry in entries:
+        attempt(entry, functools.partial(start, entry, case, arrays, group.device, truth))
+    if group.device == "cuda":
+        preheat(entries, effort.preheat_s)
+    for turn in range(effort.rounds):
+        shift = turn % len(entries)
+        for entry in entries[shift:] + entries[:shift]:
+            attempt(entry, functools.partial(time_once, entry, effort.budget_s))
+    return [row_of(case, entry, group) for entry in entries]
+
+
+def attempt(entry: Entry, step: Callable[[], None]) -> None:
+    """Run one step of an implementation; a failure becomes its row's error, never ours."""
+    if entry.error is not None:
+        return
+    try:
+        step()
+    except Unfit as reason:
+        entry.error = f"unfit: {reason}"
+    except Exception as failure:
+        first = (str(failure).strip().splitlines() or [""])[0]
+        entry.error = f"{type(failure).__name__}: {first}"
+
+
+def start(entry: Entry, case: Case, arrays: Arrays, device: str, truth: Truth) -> None:
+    """Build, call once, compare with the oracle, and capture."""
+    entry.runner = runner = entry.build(case, arrays, device)
+    with runner.context():
+        result = runner.call()
+        runner.clock.sync(result)
+        entry.max_error, wrong = truth.compare(runner.host(result))
+        if wrong and entry.impl == "cupyflash":
+            entry.error = wrong
+            return
+        if wrong:
+            entry.notes.append(wrong)
+        try:
+            entry.replay = runner.clock.prepare(runner.call)
+        except Exception as failure:
+            entry.notes.append(f"not captured: {type(failure).__name__}: {failure}"[:200])
+
+
+def time_once(entry: Entry, budget_s: float) -> None:
+    """Add one round of kernel and call times."""
+    runner = entry.runner
+    assert runner is not None
+    with runner.context():
+        if entry.replay is not None:
+            entry.kernel_rounds.append(runner.clock.kernel_us(entry.replay, budget_s))
+        entry.call_rounds.append(runner.clock.call_us(runner.call, budget_s))
+
+
+def preheat(entries: list[Entry], seconds: float) -> None:
+    """Keep the card busy with everyone's calls until its clocks have settled."""
+    end = time.perf_counter() + seconds
+    ready = [entry.runner for entry in entries if entry.error is None and entry.runner]
+    while ready and time.perf_counter() < end:
+        for runner in ready:
+            with contextlib.suppress(Exception), runner.context():
+                runner.clock.sync(runner.call())
+
+
+def row_of(case: Case, entry: Entry, group: Group) -> Row:
+    """Return the row of a results file."""
+    kernel_us = median(entry.kernel_rounds)
+    call_us = median(entry.call_rounds)
+    best_us = kernel_us if kernel_us is not None else call_us
+    row: Row = {
+        "pass": "fwd",
+        "impl": entry.impl,
+        "kernel": kernel_name(case, entry, group),
+        "dtype": case.dtype,
+        "batch": case.batch,
+        "len_q": case.len_q,
+        "len_k": case.len_k,
+        "heads_q": case.heads_q,
+        "heads_k": case.heads_k,
+        "head_dim": case.head_dim,
+        "head_dim_v": case.head_dim_v,
+        "mask": case.mask,
+        "options": entry.runner.options if entry.runner else {},
+        "kernel_us": kernel_us,
+        "call_us": call_us,
+        "tflops": case.flops() / best_us / 1e6 if best_us else None,
+        "gbps": case.bytes() / best_us / 1e3 if best_us else None,
+        "max_error": entry.max_error,
+        "rounds_us": entry.kernel_rounds or entry.call_rounds,
+    }
+    if entry.error or entry.notes:
+        row["error" if entry.error else "note"] = entry.error or "; ".join(entry.notes)
+    return row
+
+
+def kernel_name(case: Case, entry: Entry, group: Group) -> str | None:
+    """Return the row of the dispatch table that cupyflash takes; peers have none."""
+    if entry.impl != "cupyflash" or entry.runner is None:
+        return None
+    arch = None if group.device == "cpu" else _jit.compute_capability(0)
+    return _kernels.select(case.problem(arch), group.kernel).name
+
+
+def median(values: list[float]) -> float | None:
+    """Return the median, or None of nothing."""
+    return statistics.median(values) if values else None

@@ -1,0 +1,115 @@
+"""From what a user asks of `cupyflash bench` to a results document."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DeviceUnavailable, InvalidArgument
+from .case import Case, short_dtype, split_masks
+from .environment import clocks, environment, gpu_present
+from .limits import limits
+from .peers import choose
+from .run import Effort, Group, run
+from .suites import suites
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The options of `cupyflash bench`: a named suite, or every combination of the lists."""
+
+    suite: str | None
+    dtype: str
+    batch: list[int]
+    tokens: int | None
+    len_q: list[int]
+    len_k: list[int] | None
+    heads: list[int]
+    heads_k: list[int] | None
+    head_dim: list[int]
+    head_dim_v: list[int] | None
+    mask: str
+    vs: str
+    kernel: str | None
+    device: str
+    rounds: int
+    budget: float
+
+    def groups(self) -> tuple[Group, ...]:
+        """Return what is to be measured."""
+        if self.suite is not None:
+            return named(self.suite)
+        device = self.device
+        if device == "auto":
+            device = "cuda" if gpu_present() else "cpu"
+        return (Group(self.cases(), tuple(choose(self.vs, device)), device, self.kernel),)
+
+    def cases(self) -> tuple[Case, ...]:
+        """Return every combination of the lists; None follows its other half."""
+        combinations = itertools.product(
+            [short_dtype(name) for name in self.dtype.split(",")],
+            self.heads,
+            self.heads_k or [None],
+            self.head_dim,
+            self.head_dim_v or [None],
+            self.len_q,
+            self.len_k or [None],
+            split_masks(self.mask),
+            self.batch if self.tokens is None else [None],
+        )
+        return tuple(
+            Case(
+                dtype,
+                max(1, (self.tokens or 0) // max(len_q, 1)) if batch is None else batch,
+                len_q,
+                len_q if len_k is None else len_k,
+                heads,
+                heads if heads_k is None else heads_k,
+                dim,
+                dim if dim_v is None else dim_v,
+                mask,
+            )
+            for dtype, heads, heads_k, dim, dim_v, len_q, len_k, mask, batch in combinations
+        )
+
+    def effort(self) -> Effort:
+        """Return how long to measure."""
+        return Effort(self.rounds, self.budget)
+
+
+def named(suite: str) -> tuple[Group, ...]:
+    """Return the groups of a suite by its name."""
+    known = suites()
+    if suite not in known:
+        raise InvalidArgument(f"`suite` must be one of {', '.join(known)}, got {suite!r}")
+    return known[suite]
+
+
+def document(
+    suite: str, groups: tuple[Group, ...], effort: Effort, tell: Tell, commit: str | None = None
+) -> dict[str, Any]:
+    """Measure, and return the results with all that they depend on.
+
+    Parameters
+    ----------
+    suite
+        The name that the rows carry.
+    groups, effort
+        What to measure, and for how long.
+    tell
+        Is told each case before it starts.
+    commit
+        The commit to record, where the tree has no history of its own.
+    """
+    on_gpu = any(group.device == "cuda" for group in groups)
+    if on_gpu and not gpu_present():
+        raise DeviceUnavailable("this sweep needs a GPU and CuPy: use --device cpu or --suite cpu")
+    env = environment()
+    env["commit"] = commit or env["commit"]
+    env["limits"] = limits() if on_gpu else {}
+    rows = run(suite, groups, effort, tell)
+    return {"env": env | {"clocks_after": clocks()}, "rows": rows}
