@@ -12,7 +12,7 @@ CUDA = ROOT / "cuda"
 
 # The floors of the package, lowest first: a module imports from its own floor or a lower one.
 FLOORS = (
-    {"errors", "masks", "_philox", "reference", "_accuracy"},  # leaves: anyone may import them
+    {"errors", "masks", "_philox", "reference", "_packed", "_accuracy"},  # leaves, for anyone
     # compiling (_jit over _nvrtc and _cache) and arrays; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array"},
     {"_problem", "_scalars", "_views", "_launch", "_unit", "_tuning", "_cpu"},
