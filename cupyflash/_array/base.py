@@ -59,18 +59,10 @@ class Adapter(abc.ABC):
     def array(self, x: Any, name: str) -> Array:
         """Return the checked record of ``x``; errors call it ``name``."""
 
-    def host(self, x: Any) -> np.ndarray:
-        """Return a NumPy view of an array in host memory."""
-        raise NotImplementedError
-
     def empty_strided(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
     ) -> Any:
         """Allocate by the caller's allocator; ``device`` must be current (``device_guard``)."""
-        raise NotImplementedError
-
-    def from_host(self, x: np.ndarray, device: int = HOST) -> Any:
-        """Return a NumPy array's values as an array of this framework, shared where possible."""
         raise NotImplementedError
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
@@ -163,18 +155,17 @@ def element_strides(
     return normal
 
 
-def place(x: Array) -> str:
-    """Return where an array lives, in words."""
-    where = "in host memory" if x.device == HOST else f"on cuda:{x.device}"
-    return f"a {x.framework} array {where}"
-
-
 def check_together(arrays: Iterable[tuple[str, Array]]) -> None:
-    """Raise InvalidArgument unless all arrays share one framework and one device."""
+    """Raise InvalidArgument unless all arrays are of one framework and on one device."""
     (first, x), *others = arrays
     for name, y in others:
-        if (y.device, y.framework) != (x.device, x.framework):
+        if (y.framework, y.device) != (x.framework, x.device):
             raise InvalidArgument(
-                f"`{name}` is {place(y)} and `{first}` is {place(x)}: "
+                f"`{name}` is {_place(y)} and `{first}` is {_place(x)}: "
                 "pass arrays of one framework on one device"
             )
+
+
+def _place(x: Array) -> str:
+    where = "in host memory" if x.device == HOST else f"on cuda:{x.device}"
+    return f"a {x.framework} array {where}"

@@ -131,7 +131,7 @@ def _read(tensor: DLTensor, name: str, readonly: bool, owner: Managed) -> Tensor
     if any(length < 0 for length in shape):
         raise InvalidArgument(f"`{name}` exports the shape {shape} through DLPack")
     return Tensor(
-        pointer=(tensor.data or 0) + tensor.byte_offset if tensor.data else 0,
+        pointer=tensor.data + tensor.byte_offset if tensor.data else 0,
         shape=shape,
         strides=strides,
         dtype=dtype,

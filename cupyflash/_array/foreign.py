@@ -82,7 +82,9 @@ class ForeignAdapter(Adapter):
                 f"`{name}` must be on the CPU or on an NVIDIA GPU, got DLPack device type "
                 f"{int(kind)}: move it"
             )
-        tensor = dlpack.consume(dlpack.export(x, name, stream), name)
+        with gpu.device_guard(device):  # some export from the current device only
+            capsule = dlpack.export(x, name, stream)
+        tensor = dlpack.consume(capsule, name)
         strides = contiguous_strides(tensor.shape) if tensor.strides is None else tensor.strides
         return Array(
             pointer=tensor.pointer,
@@ -103,9 +105,6 @@ class ForeignAdapter(Adapter):
 
     def array(self, x: Any, name: str) -> Array:
         return self.admit(x, name)
-
-    def host(self, x: Array) -> np.ndarray:
-        return host.host_view(x)
 
     def empty_strided(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
@@ -144,14 +143,16 @@ class ForeignAdapter(Adapter):
 
 def _interface_dtype(x: Any, interface: dict[str, Any]) -> str:
     """Return the element type: bfloat16 and float8 have no type string of their own."""
+    typestr = interface["typestr"]
     try:
-        dtype = np.dtype(interface["typestr"])
+        dtype = np.dtype(typestr)
     except TypeError:
-        return str(interface["typestr"])
+        dtype = np.dtype(object)
     if dtype.isnative and dtype.name in ITEMSIZES:
         return dtype.name
     named = str(getattr(x, "dtype", None))
-    return named if ITEMSIZES.get(named) == dtype.itemsize and dtype.isnative else dtype.str
+    same_size = typestr[:1] != ">" and typestr[2:] == str(ITEMSIZES.get(named))
+    return named if same_size else typestr
 
 
 def _device_of(pointer: int) -> int:

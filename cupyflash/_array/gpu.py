@@ -1,9 +1,8 @@
 """CuPy arrays, and which CUDA device is current."""
 
+import functools
 import sys
 from typing import Any
-
-import numpy as np
 
 from .._jit import import_cupy
 from .base import HOST, Adapter, Array, dtype_name, element_strides, host_dtype
@@ -42,9 +41,6 @@ class CupyAdapter(Adapter):
     ) -> Any:
         return empty_strided(self._cupy, shape, strides, dtype)
 
-    def from_host(self, x: np.ndarray, device: int = HOST) -> Any:
-        return self._cupy.asarray(x)
-
     def contiguous_last(self, x: Any) -> Any:
         return contiguous_last(self._cupy, x)
 
@@ -82,20 +78,28 @@ def capturing(cupy: Any, device: int) -> bool:
 
 
 class device_guard:
-    """Context manager: the CUDA device is current inside, and the previous one is afterwards."""
+    """Context manager: the CUDA device is current inside, and the previous one is afterwards.
 
-    __slots__ = ("_device", "_previous", "_runtime")
+    ``HOST`` needs no device and is left alone.
+    """
+
+    __slots__ = ("_device", "_previous")
 
     def __init__(self, device: int) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        self._runtime = import_cupy().cuda.runtime
-        self._previous = self._runtime.getDevice()
-        if self._previous != self._device:
-            self._runtime.setDevice(self._device)
+        if self._device != HOST:
+            self._previous = _runtime().getDevice()
+            if self._previous != self._device:
+                _runtime().setDevice(self._device)
 
     def __exit__(self, *error: object) -> None:
-        # Whatever ran inside may have moved it too.
-        if self._runtime.getDevice() != self._previous:
-            self._runtime.setDevice(self._previous)
+        # What ran inside may have moved it too.
+        if self._device != HOST and _runtime().getDevice() != self._previous:
+            _runtime().setDevice(self._previous)
+
+
+@functools.cache
+def _runtime() -> Any:
+    return import_cupy().cuda.runtime

@@ -34,16 +34,10 @@ class NumpyAdapter(Adapter):
             owner=x,
         )
 
-    def host(self, x: np.ndarray) -> np.ndarray:
-        return np.asarray(x)
-
     def empty_strided(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
     ) -> np.ndarray:
         return empty_strided(shape, strides, dtype)
-
-    def from_host(self, x: np.ndarray, device: int = HOST) -> np.ndarray:
-        return x
 
 
 def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """JAX arrays and tracers: recognised here, served by ``_jax`` through buffers that XLA owns."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,30 +18,37 @@ class JaxAdapter(Adapter):
         return (x.shape, x.dtype)
 
     def pointer(self, x: Any) -> int:
-        return 0 if is_tracer(x) else int(x.unsafe_buffer_pointer())
+        return int(x.unsafe_buffer_pointer()) if x.size else 0
 
     def array(self, x: Any, name: str) -> Array:
-        # Extended types (PRNG keys) are no NumPy dtype.
-        kind = x.dtype if isinstance(x.dtype, np.dtype) else np.dtype(object)
-        dtype = dtype_name(kind, name)
+        if is_tracer(x):
+            raise InvalidType(
+                f"`{name}` is a JAX tracer, whose value is not known yet: pass a number, or JAX "
+                "arrays only"
+            )
+        dtype = element_type(x, name)
+        device = _ordinal(x, name)
         return Array(
-            pointer=self.pointer(x) if x.size else 0,
+            pointer=self.pointer(x),
             shape=x.shape,
             strides=contiguous_strides(x.shape),
             dtype=dtype,
-            device=HOST if is_tracer(x) else _ordinal(x, name),
+            device=device,
             framework=self.framework,
             readonly=True,
             owner=x,
         )
 
-    def host(self, x: Any) -> np.ndarray:
-        return np.asarray(x)
-
 
 def is_tracer(x: Any) -> bool:
     """Whether a JAX value stands for an array that does not exist yet (under jit, grad, vmap)."""
-    return not hasattr(x, "addressable_shards")
+    return isinstance(x, sys.modules["jax"].core.Tracer)
+
+
+def element_type(x: Any, name: str) -> str:
+    """Return the name of a JAX array's or tracer's element type."""
+    # The extended ones (PRNG keys) are no NumPy dtypes.
+    return dtype_name(x.dtype if isinstance(x.dtype, np.dtype) else np.dtype(object), name)
 
 
 def _ordinal(x: Any, name: str) -> int:

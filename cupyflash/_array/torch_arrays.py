@@ -3,13 +3,8 @@
 import sys
 from typing import Any
 
-import numpy as np
-
 from ..errors import InvalidArgument, InvalidType
 from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
-
-# NumPy has no element type of torch's for these: they cross as integers of the same size.
-CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 class TorchAdapter(Adapter):
@@ -86,26 +81,11 @@ class TorchAdapter(Adapter):
                 f"pass `{name}.resolve_neg()`"
             )
 
-    def host(self, x: Any) -> np.ndarray:
-        self.pointer(x)
-        name = self._names[x.dtype]
-        if name not in CARRIERS:
-            return x.detach().numpy()
-        return x.detach().view(self._dtypes[CARRIERS[name]]).numpy().view(name)
-
     def empty_strided(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
     ) -> Any:
         where = "cpu" if device == HOST else device
         return self._torch.empty_strided(shape, strides, dtype=self._dtypes[dtype], device=where)
-
-    def from_host(self, x: np.ndarray, device: int = HOST) -> Any:
-        name = x.dtype.name
-        if name in CARRIERS:
-            tensor = self._torch.from_numpy(x.view(CARRIERS[name])).view(self._dtypes[name])
-        else:
-            tensor = self._torch.from_numpy(x)
-        return tensor if device == HOST else tensor.to(device)
 
     def contiguous_last(self, x: Any) -> Any:
         return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
