@@ -1,0 +1,241 @@
+"""The oracle's operands: every layout becomes packed arrays (total, heads, dim) and sequences.
+
+A dense batch is a packed one whose sequences have one length. `Packed` checks the operands, gives
+absent modifiers their neutral value, and cuts the work into blocks of one sequence and head.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _philox
+from .errors import InvalidArgument, InvalidType
+
+ROWS = 256  # query rows of a block: no more of the score matrix ever exists
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of the oracle's functions, with the meaning of `cupyflash.attention`'s."""
+
+    softmax_scale: Any = None
+    causal: bool = False
+    window_size: tuple[int | None, int | None] = (-1, -1)
+    alignment: str = "bottom_right"
+    softcap: Any = 0.0
+    alibi_slopes: Any = None  # (H,) or (B, H)
+    attn_bias: Any = None  # broadcastable to (B, H, Sq, Sk)
+    attn_mask: Any = None  # bool, broadcastable likewise; True attends
+    seqused_q: Any = None  # (B,)
+    seqused_k: Any = None  # (B,)
+    learnable_sink: Any = None  # (H,)
+    dropout_p: Any = 0.0
+    rng_state: Any = None  # (seed, offset)
+    q_descale: Any = None  # broadcastable to (B, Hk), multiplies; gradients are of the product
+    k_descale: Any = None
+    v_descale: Any = None
+    layout: str = "bshd"
+    cu_seqlens_q: Any = None  # (B + 1,): then q, k and v are packed
+    cu_seqlens_k: Any = None
+
+
+class Span(NamedTuple):
+    """The rows of one sequence in a packed array."""
+
+    first: int
+    length: int
+
+
+class Block(NamedTuple):
+    """Some queries of one sequence and head, and all keys of the sequence."""
+
+    b: int
+    h: int
+    h_k: int
+    i: range  # positions of the queries in the sequence
+    len_k: int
+    diagonal: int
+    rows: slice  # of the packed q
+    keys: slice  # of the packed k and v
+
+    def tile(self, array: np.ndarray) -> np.ndarray:
+        """Return the view of a (B, H, Sq, Sk) array on this block; an axis of size 1 stays so."""
+        batch, heads, queries, _ = array.shape
+        b, h = self.b if batch > 1 else 0, self.h if heads > 1 else 0
+        rows = slice(self.i.start, self.i.stop) if queries > 1 else slice(None)
+        return array[b, h, rows, : self.len_k]
+
+
+class Packed:
+    """The operands, checked, as packed arrays, with a span for every sequence."""
+
+    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]):
+        self.options = o = Options(**options)
+        self.dense, self.swapped = o.cu_seqlens_q is None, o.layout == "bhsd"
+        q, k, v = (np.asarray(x) for x in (q, k, v))
+        _check_options(o)
+        _check_shapes(q, k, v, self.dense, heads_axis=1 if self.swapped or not self.dense else 2)
+        self.dtype, self.shape_q, self.shape_k = q.dtype, q.shape, k.shape
+        self.q, self.k, self.v = (self.pack(x) for x in (q, k, v))
+        (_, self.heads, dim), self.heads_k = self.q.shape, self.k.shape[1]
+        self.spans_q = self._spans(q, o.cu_seqlens_q, o.seqused_q, "seqused_q")
+        self.spans_k = self._spans(k, o.cu_seqlens_k, o.seqused_k, "seqused_k")
+        self.batch = len(self.spans_q)
+        if len(self.spans_k) != self.batch:
+            raise InvalidArgument(
+                f"`k` has {len(self.spans_k)} sequences and `q` has {self.batch}: must be equal"
+            )
+
+        default = 1 / math.sqrt(dim) if dim else 0.0
+        self.scale = default if o.softmax_scale is None else float(o.softmax_scale)
+        self.rescale = _philox.rescale(o.dropout_p)
+        self.slopes = self._per_head("alibi_slopes", 0.0, (self.heads,), (self.batch, self.heads))
+        self.sink = self._per_head("learnable_sink", -np.inf, (self.heads,))
+        self.bias = self._per_score("attn_bias", 0.0)
+        self.mask = self._per_score("attn_mask", True)
+        self.descale = [
+            np.broadcast_to(1.0 if x is None else x, (self.batch, self.heads_k))
+            for x in (o.q_descale, o.k_descale, o.v_descale)
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield blocks that cover every query of every sequence and head once."""
+        top_left = self.options.alignment == "top_left"
+        for b, (span, span_k) in enumerate(zip(self.spans_q, self.spans_k, strict=True)):
+            keys = slice(span_k.first, span_k.first + span_k.length)
+            diagonal = 0 if top_left else span_k.length - span.length
+            for h, first in itertools.product(range(self.heads), range(0, span.length, ROWS)):
+                i = range(first, min(first + ROWS, span.length))
+                rows = slice(span.first + i.start, span.first + i.stop)
+                h_k = h // (self.heads // self.heads_k)
+                yield Block(b, h, h_k, i, span_k.length, diagonal, rows, keys)
+
+    def load(self, at: Block, dtype: Any) -> list[np.ndarray]:
+        """Return the block's q, k and v."""
+        parts = self.q[at.rows, at.h], self.k[at.keys, at.h_k], self.v[at.keys, at.h_k]
+        scales = (descale[at.b, at.h_k] for descale in self.descale)
+        return [x.astype(dtype) * dtype(scale) for x, scale in zip(parts, scales, strict=True)]
+
+    def keep(self, at: Block) -> Any:
+        """Return which scores of the block dropout keeps."""
+        o = self.options
+        if self.rescale == 1:
+            return True
+        return _philox.keep(o.rng_state, o.dropout_p, at.b, at.h, at.i, range(at.len_k))
+
+    def pack(self, x: np.ndarray) -> np.ndarray:
+        """Return an array of the caller's layout as (total, heads, dim)."""
+        if not self.dense:
+            return x
+        x = x.swapaxes(1, 2) if self.swapped else x
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def unpack(self, x: np.ndarray, like: tuple[int, ...]) -> np.ndarray:
+        """Return (total, heads, dim) in the caller's layout: `like`, save for the last axis."""
+        if not self.dense:
+            return x
+        if not self.swapped:
+            return x.reshape(*like[:3], x.shape[-1])
+        batch, heads, length = like[:3]
+        return x.reshape(batch, length, heads, x.shape[-1]).swapaxes(1, 2)
+
+    def pack_lse(self, x: Any) -> np.ndarray:
+        """Return (B, H, Sq), or zeros for None, as (H, B * Sq)."""
+        if x is None:
+            return np.zeros(self.q.shape[1::-1])
+        x = np.asarray(x)
+        return x.swapaxes(0, 1).reshape(self.q.shape[1::-1]) if self.dense else x
+
+    def unpack_lse(self, x: np.ndarray) -> np.ndarray:
+        """Return (H, B * Sq) as (B, H, Sq)."""
+        if not self.dense:
+            return x
+        return x.reshape(self.heads, self.batch, self._length(self.shape_q)).swapaxes(0, 1)
+
+    def _length(self, shape: tuple[int, ...]) -> int:
+        return shape[2 if self.swapped else 1] if self.dense else shape[0]
+
+    def _spans(self, x: np.ndarray, cu_seqlens: Any, used: Any, name: str) -> list[Span]:
+        """Return the sequences of an array; no value of the metadata reaches outside it."""
+        total = len(x)
+        if self.dense:
+            length = self._length(x.shape)
+            cu_seqlens, total = np.arange(len(x) + 1) * length, len(x) * length
+        spans = []
+        for first, end in itertools.pairwise(np.asarray(cu_seqlens).tolist()):
+            first = min(max(first, 0), total)
+            spans.append(Span(first, min(max(end - first, 0), total - first)))
+        if used is None:
+            return spans
+        limits = np.asarray(used).tolist()
+        if len(limits) != len(spans):
+            raise InvalidArgument(f"`{name}` must have {len(spans)} entries, got {len(limits)}")
+        return [Span(a, min(n, max(limit, 0))) for (a, n), limit in zip(spans, limits, strict=True)]
+
+    def _per_head(self, name: str, neutral: float, *shapes: tuple[int, ...]) -> np.ndarray:
+        """Return slopes or sinks, in the last of the shapes that they may have."""
+        given = getattr(self.options, name)
+        value = np.full(shapes[-1], neutral) if given is None else np.asarray(given)
+        if value.shape not in shapes:
+            expected = " or ".join(str(shape) for shape in shapes)
+            raise InvalidArgument(f"`{name}` must have shape {expected}, got {value.shape}")
+        return np.broadcast_to(value, shapes[-1])
+
+    def _per_score(self, name: str, neutral: Any) -> np.ndarray:
+        """Return a bias or mask with four axes; those of packed arrays may exceed the lengths."""
+        given = getattr(self.options, name)
+        x = np.asarray(neutral if given is None else given)
+        x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+        sizes = [self.batch, self.heads, self._length(self.shape_q), self._length(self.shape_k)]
+        if not self.dense:
+            for axis, spans in ((2, self.spans_q), (3, self.spans_k)):
+                longest = max((span.length for span in spans), default=0)
+                sizes[axis] = max(longest, x.shape[axis])
+        if x.ndim != 4 or any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
+            raise InvalidArgument(
+                f"`{name}` must broadcast to {tuple(sizes)}, got {np.asarray(given).shape}"
+            )
+        return x
+
+
+def _check_options(o: Options) -> None:
+    if (o.cu_seqlens_q is None) != (o.cu_seqlens_k is None):
+        raise InvalidArgument("`cu_seqlens_q` and `cu_seqlens_k` must be given together")
+    if o.layout not in ("bshd", "bhsd"):
+        raise InvalidArgument(f'`layout` must be "bshd" or "bhsd", got {o.layout!r}')
+    if o.alignment not in ("bottom_right", "top_left"):
+        raise InvalidArgument(
+            f'`alignment` must be "bottom_right" or "top_left", got {o.alignment!r}'
+        )
+    if any(side is not None and side < -1 for side in o.window_size):
+        raise InvalidArgument(
+            f"`window_size` must hold sizes, or -1 or None for no bound, got {o.window_size}"
+        )
+    if o.attn_mask is not None and np.asarray(o.attn_mask).dtype != bool:
+        raise InvalidType(
+            f"`attn_mask` must be bool, got {np.asarray(o.attn_mask).dtype}: use `attn_bias`"
+        )
+
+
+def _check_shapes(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dense: bool, heads_axis: int
+) -> None:
+    shapes = f"{q.shape}, {k.shape} and {v.shape}"
+    rank = 4 if dense else 3
+    if not q.ndim == k.ndim == v.ndim == rank:
+        raise InvalidArgument(f"`q`, `k` and `v` must have {rank} dimensions, got {shapes}")
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1] or (dense and len(q) != len(k)):
+        raise InvalidArgument(
+            "`k` must have the batch and head_dim of `q`, `v` the batch, length and heads of `k`, "
+            f"got {shapes}"
+        )
+    heads, heads_k = q.shape[heads_axis], k.shape[heads_axis]
+    if heads % heads_k if heads_k else heads:
+        raise InvalidArgument(
+            f"`k` has {heads_k} heads and `q` has {heads}: heads of q must be a multiple of heads "
+            "of k"
+        )
