@@ -1,0 +1,189 @@
+// O = softmax(scale Q K^T) V and LSE for any GPU with mma.sync and cp.async (sm_80 and newer); the schedule and its
+// measurements are in docs/kernels/attention_fwd_sm80.md.
+// One block computes BLOCK_Q rows of O of one head; each of its warps owns WARP_Q of those rows, from the scores to the
+// output. Key blocks are walked from the last to the first: those that a mask cuts come first, then the ones it leaves
+// whole. While a key block is multiplied, the next ones are on their way into the other slots. Reads Config: T, Mask,
+// HEAD_DIM, HEAD_DIM_V, BLOCK_K, WARPS, M_TILES, STAGES, MIN_BLOCKS, WIDTH, Q_IN_REGISTERS, POSITIVE_SCALE (false also
+// does negative and zero scales), PARAMS_BYTES, SMEM_BYTES.
+#include "masks/mask.cuh"
+#include "ptx/cp_async.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/softmax.cuh"
+#include "tile/work.cuh"
+
+namespace forward {
+
+using T = Config::T;
+using Mask = Config::Mask;
+using Element = T::Storage;
+constexpr int HEAD_DIM = Config::HEAD_DIM, HEAD_DIM_V = Config::HEAD_DIM_V;
+constexpr int BLOCK_K = Config::BLOCK_K, STAGES = Config::STAGES, WIDTH = Config::WIDTH;
+constexpr int WARP_Q = 16 * Config::M_TILES, BLOCK_Q = Config::WARPS * WARP_Q, THREADS = Config::WARPS * 32;
+
+struct Params {
+  const Element *q;            // [batch, len_q, heads_q, head_dim]
+  const Element *k;            // [batch, len_k, heads_k, head_dim]
+  const Element *v;            // [batch, len_k, heads_k, head_dim_v]
+  Element *o;                  // [batch, len_q, heads_q, head_dim_v]
+  float *lse;                  // [batch, heads_q, len_q], contiguous; may be null
+  i64 q_batch, q_row, q_head;  // strides in elements; the last dimension's is 1
+  i64 k_batch, k_row, k_head;
+  i64 v_batch, v_row, v_head;
+  i64 o_batch, o_row, o_head;
+  int batch, len_q, len_k, heads_q, heads_k;
+  int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM and HEAD_DIM_V
+  int group;                 // heads that share the L2 cache, see Work
+  float scale;               // softmax_scale * log2(e): the softmax is in base 2
+  Mask::Params mask;
+};
+
+struct Inputs {
+  Operand<T, BLOCK_Q, HEAD_DIM> q;
+  Operand<T, BLOCK_K, HEAD_DIM> k[STAGES];
+  Operand<T, BLOCK_K, HEAD_DIM_V> v[STAGES];
+};
+
+union Shared {
+  Inputs in;
+  Staging<T, BLOCK_Q, HEAD_DIM_V> o;  // when the last product has read the inputs
+};
+
+static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
+static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
+static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
+
+using Scores = Fragment<WARP_Q, BLOCK_K>;
+using Output = Fragment<WARP_Q, HEAD_DIM_V>;
+
+// Hides the pairs beyond the mask or the end of the keys. Scores are replaced, not added to: whatever a hidden key
+// holds is gone.
+DEVICE void hide(Scores &s, const Params &p, const Mask &mask, int q, int k, int lane) {
+  s.each([&](float &score, int r, int c) {
+    const int key = k + Scores::column(c, lane);
+    if (key >= p.len_k || !mask.keep(q + Scores::row(r, lane), key)) score = -INFINITE;
+  });
+}
+
+DEVICE Work work_of(int block, const Params &p) {
+  return Work(block, (p.len_q + BLOCK_Q - 1) / BLOCK_Q, p.heads_q, p.batch, p.group);
+}
+
+// Writes this warp's rows of O and LSE.
+DEVICE void store(const Params &p, const Work &work, Shared &shared, const Output &o, const float (&lse)[Output::ROWS],
+                  int warp, int lane) {
+  const int q_begin = work.tile * BLOCK_Q, warp_q = warp * WARP_Q;
+  const int rows = min(p.len_q - q_begin - warp_q, WARP_Q);
+#pragma unroll
+  for (int m = 0; m < WARP_Q / 16; ++m)
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        shared.o.put(warp_q + Output::row(2 * m + half, lane), Output::column(8 * n, lane), o.x[m][n][2 * half],
+                     o.x[m][n][2 * half + 1]);
+  ptx::warp_barrier();  // the warp's rows are staged by its own lanes
+  Element *o_rows = p.o + work.batch * p.o_batch + work.head * p.o_head + q_begin * p.o_row;
+  store_rows<T, WIDTH>(o_rows, p.o_row, shared.o, warp_q, rows, p.head_dim_v, lane);
+  if (p.lse && lane % 4 == 0) {
+    float *lse_rows = p.lse + (static_cast<i64>(work.batch) * p.heads_q + work.head) * p.len_q + q_begin + warp_q;
+#pragma unroll
+    for (int r = 0; r < Output::ROWS; ++r) {
+      const int row = Output::row(r, lane);
+      if (row < rows) lse_rows[row] = lse[r];
+    }
+  }
+}
+
+DEVICE void attend(const Params &p, Shared &shared) {
+  const int thread = threadIdx.x, warp = ptx::uniform(thread / 32);
+  const Work work = work_of(blockIdx.x, p);
+  const int head_k = work.head / (p.heads_q / p.heads_k);
+  const Mask mask(p.mask, work.batch, work.head, p.len_q, p.len_k);
+
+  const int q_begin = work.tile * BLOCK_Q, q_end = min(q_begin + BLOCK_Q, p.len_q);
+  const int warp_q = q_begin + warp * WARP_Q, warp_q_end = min(warp_q + WARP_Q, p.len_q);
+  const Range keys = mask.keys(q_begin, q_end);
+  const int first_key = keys.begin / BLOCK_K * BLOCK_K;
+  const int last_key = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first_key - BLOCK_K;
+
+  const Element *k = p.k + work.batch * p.k_batch + head_k * p.k_head;
+  const Element *v = p.v + work.batch * p.v_batch + head_k * p.v_head;
+  // Key block by key block from the last to the first; the slots take turns.
+  const auto load = [&](int key, int slot) {
+    if (key >= first_key) {
+      const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), rows = p.len_k - key;
+      const i64 k_row = ptx::opaque(p.k_row), v_row = ptx::opaque(p.v_row);
+      load_rows<T, THREADS, WIDTH>(shared.in.k[slot], k + key * k_row, k_row, rows, p.head_dim, thread);
+      load_rows<T, THREADS, WIDTH>(shared.in.v[slot], v + key * v_row, v_row, rows, p.head_dim_v, thread);
+    }
+    ptx::cp_async_commit();  // also an empty group: the waits below count groups
+  };
+
+  const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
+  load_rows<T, THREADS, WIDTH>(shared.in.q, q, p.q_row, q_end - q_begin, p.head_dim, thread);
+  ptx::cp_async_commit();
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) load(last_key - i * BLOCK_K, i);
+
+  Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
+  if constexpr (Config::Q_IN_REGISTERS) {
+    ptx::cp_async_wait<STAGES - 1>();
+    ptx::barrier();  // every thread's part of Q has landed
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM; d += 16) q_rows[d / 16].load(shared.in.q, warp * WARP_Q, d, ptx::lane());
+  }
+  const auto queries = [&](Rows<T, WARP_Q> &rows, int column, int lane) {
+    if constexpr (Config::Q_IN_REGISTERS) {
+      rows = q_rows[column / 16];
+    } else {
+      rows.load(shared.in.q, warp * WARP_Q, column, lane);
+    }
+  };
+
+  OnlineSoftmax<WARP_Q> softmax;
+  Output o;
+  softmax.reset();
+  o.zero();
+
+  for (int key = last_key, slot = 0; key >= first_key; key -= BLOCK_K, slot = slot + 1 < STAGES ? slot + 1 : 0) {
+    if constexpr (STAGES == 1) {
+      ptx::barrier();  // every warp has read the one slot
+      load(key, slot);
+      ptx::cp_async_wait<0>();
+      ptx::barrier();  // every thread's part of the block has landed
+    } else {
+      ptx::cp_async_wait<STAGES - 2>();
+      ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
+                       // next
+      load(key - (STAGES - 1) * BLOCK_K, slot > 0 ? slot - 1 : STAGES - 1);
+    }
+    const int key_end = key + BLOCK_K;
+    const Range seen = mask.keys(warp_q, warp_q_end);
+    if (key >= seen.end || key_end <= seen.begin) continue;  // no row of this warp sees the block
+
+    // S = Q K^T, masked
+    Scores s;
+    gemm_qk(s, queries, shared.in.k[slot], ptx::lane());
+    if constexpr (!Config::POSITIVE_SCALE) s.each([&](float &score, int, int) { score *= p.scale; });
+    const bool whole = key_end <= p.len_k && mask.whole(warp_q, warp_q_end, key, key_end);
+    if (!whole) hide(s, p, mask, warp_q, key, ptx::lane());
+    // P = exp(scale S - m)
+    softmax.update(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
+    // O += P V
+    gemm_pv(o, s, shared.in.v[slot], ptx::lane());
+  }
+
+  float lse[Output::ROWS];
+  softmax.finish(o, lse);
+  ptx::cp_async_wait<0>();
+  ptx::barrier();  // the staged output lies over the inputs, which every warp has read now
+  store(p, work_of(ptx::opaque(static_cast<int>(blockIdx.x)), p), shared, o, lse, warp, ptx::lane());
+}
+
+}  // namespace forward
+
+extern "C" __global__ void __launch_bounds__(forward::THREADS, Config::MIN_BLOCKS)
+    attention_fwd_sm80(const __grid_constant__ forward::Params p) {
+  forward::attend(p, ptx::shared<forward::Shared>());
+}

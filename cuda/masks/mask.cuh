@@ -1,0 +1,19 @@
+// What a mask is: it answers four questions, and a kernel asks no others. Queries and keys are positions within their
+// sequences. A policy is built from (Params, batch, head, len_q, len_k), so that its diagonal is that of the lengths in
+// use.
+#pragma once
+#include "device.cuh"
+
+struct Range {
+  int begin, end;  // half open; empty when end <= begin
+};
+
+template <class Mask>
+concept MaskPolicy = requires(const Mask &mask, int i) {
+  typename Mask::Params;  // what the host passes, plain data
+  Mask(typename Mask::Params{}, i, i, i, i);
+  Range(mask.keys(i, i));        // keys(q, q_end): a range holding every key that some query of [q, q_end) sees
+  Range(mask.queries(i, i));     // queries(k, k_end): the transpose
+  bool(mask.whole(i, i, i, i));  // whole(q, q_end, k, k_end): every pair of the block is kept
+  bool(mask.keep(i, i));         // keep(q, k): this pair is kept
+};

@@ -1,0 +1,36 @@
+// Arithmetic whose rounding matters, which a compiler must neither fuse nor split, and the approximations of the
+// special-function unit (PTX ISA, "ex2", "lg2"; errors of about 2^-22).
+#pragma once
+#include "device.cuh"
+
+namespace ptx {
+
+// x * y, rounded to nearest.
+DEVICE float mul(float x, float y) {
+  float z;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// x * y + z, rounded once.
+DEVICE float fma(float x, float y, float z) {
+  float w;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(w) : "f"(x), "f"(y), "f"(z));
+  return w;
+}
+
+// 2^x; ex2(-inf) is 0, ex2(NaN) is NaN.
+DEVICE float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x); lg2(0) is -inf.
+DEVICE float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace ptx

@@ -1,0 +1,178 @@
+// Accumulators of m16n8k16 products in the registers of one warp, and the two products of attention. In each 16 x 8
+// piece a thread owns two columns of two rows: row lane / 4 (+ 8), columns 2 (lane % 4) (+ 1).
+#pragma once
+#include "tile/smem.cuh"
+
+template <int M, int N>
+struct Fragment {
+  static constexpr int ROWS = M / 8;  // rows of which this thread owns a part
+  float x[M / 16][N / 8][4];
+
+  DEVICE void zero() {
+    each([](float &value, int, int) { value = 0.0f; });
+  }
+
+  // f(value, row, column): row counts this thread's rows, column counts from the fragment's first column (lane 0's
+  // share).
+  template <class F>
+  DEVICE void each(F f) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, 8 * n + i % 2);
+  }
+
+  DEVICE static int row(int index, int lane) { return index / 2 * 16 + index % 2 * 8 + lane / 4; }
+  DEVICE static int column(int index, int lane) { return index + lane % 4 * 2; }
+};
+
+// The A operand of 16 x 16 pieces: one for each 16 rows.
+template <class T, int M>
+struct Rows {
+  u32 a[T::PLANES][M / 16][4];
+
+  template <int R, int C>
+  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, int lane) {
+#pragma unroll
+    for (int i = 0; i < T::PLANES; ++i)
+#pragma unroll
+      for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows(a[i][m], row + 16 * m, column, lane);
+  }
+
+  // Columns [column, column + 16) of an accumulator: its layout is that of the A operand.
+  template <int N>
+  DEVICE void load(const Fragment<M, N> &p, int column) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = p.x[m][column / 8 + i / 2];
+        u32 planes[T::PLANES];
+        split<T>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
+#pragma unroll
+        for (int k = 0; k < T::PLANES; ++k) a[k][m][i] = planes[k];
+      }
+  }
+};
+
+// The B operand of two 8-column pieces: b[plane][piece][half of k].
+template <class T>
+struct Columns {
+  u32 b[T::PLANES][2][2];
+
+  // Columns of B are rows [row, row + 16) of the tile, as in Q K^T.
+  template <int R, int C>
+  DEVICE void load_transposed(const Operand<T, R, C> &operand, int row, int column, int lane) {
+#pragma unroll
+    for (int i = 0; i < T::PLANES; ++i) {
+      u32 quarter[4];
+      operand.plane[i].load_columns(quarter, row, column, lane);
+      b[i][0][0] = quarter[0], b[i][0][1] = quarter[1], b[i][1][0] = quarter[2], b[i][1][1] = quarter[3];
+    }
+  }
+
+  // Columns of B are columns [column, column + 16) of the tile, as in P V.
+  template <int R, int C>
+  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, int lane) {
+#pragma unroll
+    for (int i = 0; i < T::PLANES; ++i) {
+      u32 quarter[4];
+      operand.plane[i].load_columns_trans(quarter, row, column, lane);
+      b[i][0][0] = quarter[0], b[i][0][1] = quarter[1], b[i][1][0] = quarter[2], b[i][1][1] = quarter[3];
+    }
+  }
+};
+
+// Columns [column, column + 16) of the accumulator += a b, one 16-deep step. With three planes the five lesser products
+// gather in `low`, so that the roundings of the leading one are the only ones of its size; with one plane `low` is
+// unused.
+template <class T, int M, int N>
+DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, const Rows<T, M> &a, const Columns<T> &b) {
+#pragma unroll
+  for (int order = T::PLANES - 1; order >= 0; --order)
+#pragma unroll
+    for (int i = 0; i <= order; ++i)
+#pragma unroll
+      for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          Fragment<M, N> &sum = order == 0 ? high : low;
+          T::Plane::mma(sum.x[m][column / 8 + n], a.a[i][m], b.b[order - i][n][0], b.b[order - i][n][1]);
+        }
+}
+
+// The sum of the two parts of a product. A leading part that is infinite or NaN is the answer: the lesser products of
+// an infinity are meaningless.
+DEVICE float joined(float high, float low) {
+  return (ptx::float_bits(high) & 0x7f800000u) == 0x7f800000u ? high : high + low;
+}
+
+// S = Q K^T. q(rows, column, lane) provides the A operand of columns [column, column + 16) of Q.
+template <class T, int M, int N, int D, class Queries>
+DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, int lane) {
+  Fragment<M, N> low;
+  s.zero();
+  low.zero();
+#pragma unroll
+  for (int d = 0; d < D; d += 16) {
+    Rows<T, M> a;
+    q(a, d, lane);
+#pragma unroll
+    for (int key = 0; key < N; key += 16) {
+      Columns<T> b;
+      b.load_transposed(k, key, d, lane);
+      multiply(s, low, key, a, b);
+    }
+  }
+  if constexpr (T::PLANES > 1) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s.x[m][n][i] = joined(s.x[m][n][i], low.x[m][n][i]);
+  }
+}
+
+// O += P V. Tensor cores truncate as they accumulate: fp32 sums each key block apart and adds it to O by a rounded
+// addition.
+template <class T, int M, int N, int DV>
+DEVICE void gemm_pv(Fragment<M, DV> &o, const Fragment<M, N> &p, const Operand<T, N, DV> &v, int lane) {
+  if constexpr (T::PLANES == 1) {
+#pragma unroll
+    for (int key = 0; key < N; key += 16) {
+      Rows<T, M> a;
+      a.load(p, key);
+#pragma unroll
+      for (int d = 0; d < DV; d += 16) {
+        Columns<T> b;
+        b.load(v, key, d, lane);
+        multiply(o, o, d, a, b);
+      }
+    }
+  } else {
+    Rows<T, M> a[N / 16];
+#pragma unroll
+    for (int key = 0; key < N; key += 16) a[key / 16].load(p, key);
+#pragma unroll
+    for (int d = 0; d < DV; d += 16) {
+      Fragment<M, 16> high, low;
+      high.zero();
+      low.zero();
+#pragma unroll
+      for (int key = 0; key < N; key += 16) {
+        Columns<T> b;
+        b.load(v, key, d, lane);
+        multiply(high, low, 0, a[key / 16], b);
+      }
+#pragma unroll
+      for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o.x[m][d / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
+    }
+  }
+}
