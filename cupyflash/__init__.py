@@ -1,3 +1,28 @@
 """cupyflash: exact, IO-aware attention for any DLPack array."""
 
 __version__ = "0.1.0"
+
+from . import reference
+from ._attention import attention
+from ._philox import dropout_mask
+from .errors import (
+    CompileFailed,
+    CupyflashError,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidType,
+    UnsupportedProblem,
+)
+
+__all__ = [
+    "CompileFailed",
+    "CupyflashError",
+    "DeviceUnavailable",
+    "InvalidArgument",
+    "InvalidType",
+    "UnsupportedProblem",
+    "__version__",
+    "attention",
+    "dropout_mask",
+    "reference",
+]

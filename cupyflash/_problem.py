@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ._array import HOST, ITEMSIZES, Array
+from ._array.host import host_view
 from ._scalars import random_state, scalars
-from ._views import broadcast, host_view, overlap, overlaps_itself, permuted, strides_like
+from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
 from .masks import Band
 
@@ -162,7 +163,7 @@ def describe(
         arch=arch,
         width=_width(operands, ITEMSIZES[dtype]),
     )
-    state = random_state(rng_state, needed=problem.dropout_p > 0)
+    state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state)
 
 
@@ -180,7 +181,7 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
         if (array.framework, array.device) != (q.framework, q.device):
             raise InvalidArgument(
                 f"`{name}` is {_origin(array)} and `q` is {_origin(q)}: "
-                "pass arrays of one framework, on one device"
+                "pass arrays of one framework on one device"
             )
     for name, array in arrays.items():
         expected = DTYPES.get(name, (output_dtype(q.dtype),))

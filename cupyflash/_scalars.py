@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 
 from ._array import HOST, Array, adapter_of
+from ._array.host import host_view
 from ._philox import seed_offset, threshold
-from ._views import host_view
 from .errors import InvalidArgument, InvalidType
 
 __all__ = ["random_state", "scalars"]
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+# Kernels compute in fp32 with the scale times log2(e), which must not overflow either.
+FLOAT32_LIMIT = float(np.finfo(np.float32).max) / 2
 
 
 def scalars(
     softmax_scale: Any, softcap: Any, dropout_p: Any, head_dim: int, dtype: str
 ) -> dict[str, float]:
     """Return the checked scale, softcap and dropout_p; no head dim at all makes every score 0."""
-    limit = math.inf if dtype == "float64" else FLOAT32_MAX
+    limit = math.inf if dtype == "float64" else FLOAT32_LIMIT
     if softmax_scale is None:
         scale = 1 / math.sqrt(head_dim) if head_dim else 1.0
     else:
@@ -34,14 +35,21 @@ def scalars(
     return {"scale": scale, "softcap": cap, "dropout_p": p if threshold(p) else 0.0}
 
 
-def random_state(rng_state: Any, needed: bool) -> tuple[int, int] | Array | None:
-    """Return the state of dropout as (seed, offset), an Array of the device, or None if unused."""
+def random_state(rng_state: Any, needed: bool, device: int) -> tuple[int, int] | Array | None:
+    """Return the state of dropout as (seed, offset), an Array of that device, or None if unused."""
     if rng_state is None and needed:
         raise InvalidArgument(
             "`rng_state` is None and `dropout_p` is not 0: pass rng_state=(seed, offset)"
         )
-    if rng_state is None or (isinstance(rng_state, Array) and rng_state.device != HOST):
+    if isinstance(rng_state, Array) and rng_state.device != HOST:
+        if rng_state.device != device:
+            raise InvalidArgument(
+                f"`rng_state` is on CUDA device {rng_state.device}, `q` is not: "
+                "pass two integers (seed, offset)"
+            )
         return rng_state
+    if rng_state is None:
+        return None
     return seed_offset(host_view(rng_state) if isinstance(rng_state, Array) else rng_state)
 
 

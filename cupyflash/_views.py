@@ -1,12 +1,13 @@
-"""Views of array records: axes in another order, broadcast axes, NumPy's view, shared bytes."""
+"""Views of array records: axes in another order, broadcast axes, shared bytes."""
 
 from typing import Any
 
 import numpy as np
 
 from ._array import Array, contiguous_strides
+from ._array.host import host_view
 
-__all__ = ["broadcast", "host_view", "overlap", "permuted", "strides_like"]
+__all__ = ["broadcast", "overlap", "overlaps_itself", "permuted", "span", "strides_like"]
 
 MAX_WORK: Any = 10_000  # candidates that the exact overlap test may try, about a millisecond
 
@@ -51,28 +52,6 @@ def strides_like(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*(packed[order.index(axis)] for axis in range(last)), 1)
 
 
-class _Exporter:
-    """Shows an `Array` to NumPy, and keeps its owner alive for as long as NumPy's view lives."""
-
-    def __init__(self, array: Array, itemsize: int) -> None:
-        self.array = array
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "typestr": f"|V{itemsize}",
-            "shape": array.shape,
-            "strides": tuple(stride * itemsize for stride in array.strides),
-            "data": (array.pointer, array.readonly),
-        }
-
-
-def host_view(array: Array) -> np.ndarray:
-    """Return NumPy's view of an array in host memory."""
-    dtype = np.dtype(array.dtype)
-    if 0 in array.shape:
-        return np.empty(array.shape, dtype)
-    return np.asarray(_Exporter(array, dtype.itemsize)).view(dtype)
-
-
 def overlap(a: Array, b: Array) -> bool:
     """Return whether two arrays share bytes, or whether that is too hard to say."""
     if not (a.pointer and b.pointer) or a.device != b.device:
@@ -91,3 +70,12 @@ def overlaps_itself(array: Array) -> bool:
             return True
         extent += stride * (size - 1)
     return False
+
+
+def span(array: Array, itemsize: int) -> tuple[int, int]:
+    """Return the first byte of an array and the end of its last, counted from its pointer."""
+    if 0 in array.shape:
+        return 0, 0
+    steps = [stride * (n - 1) for stride, n in zip(array.strides, array.shape, strict=True)]
+    first, last = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+    return first * itemsize, (last + 1) * itemsize

@@ -11,7 +11,7 @@ import numpy as np
 
 from .errors import InvalidArgument, InvalidType
 
-__all__ = ["ALIGNMENTS", "Band"]
+__all__ = ["ALIGNMENTS", "ALL", "Band"]
 
 ALIGNMENTS = ("bottom_right", "top_left")
 
@@ -144,3 +144,6 @@ class Band:
             None if side is None else min(side, longest) for side in (self.left, self.right)
         )
         return left, right
+
+
+ALL = (Band,)

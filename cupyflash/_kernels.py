@@ -1,0 +1,186 @@
+"""THE dispatch table: every path that computes attention, best first, with reasons for refusals.
+
+`select` walks the rows and takes the first that does not refuse a `Problem`; it is pure and needs
+no GPU. A new kernel is a new row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _cpu, reference
+from ._array import Array
+from ._array.host import host_view
+from ._problem import FLOATS, Operands, Problem
+from .errors import InvalidArgument, UnsupportedProblem
+
+__all__ = ["KERNELS", "Kernel", "rejections", "select"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row. A row of the host has ``run``, a row of the GPU ``config`` and ``launch``.
+
+    Parameters
+    ----------
+    name : str
+        What ``kernel=`` calls it; of a CUDA kernel also its file and its symbol.
+    op : str
+        What it computes: "forward".
+    arch : range or None
+        Compute capabilities that it runs on; None is the host.
+    needs : str
+        What it takes, for people.
+    unsupported : callable
+        Problem -> None, or why not, as the rest of a sentence that starts with the name.
+    automatic : bool
+        Whether it may be chosen without being named.
+    run : callable, optional
+        (Problem, Operands, lse) -> None: compute on the host, into ``out`` and ``lse``.
+    config : callable, optional
+        Problem -> the configuration that its unit is rendered from.
+    launch : callable, optional
+        (Problem, Operands) -> Launch, without a GPU.
+    """
+
+    name: str
+    op: str
+    arch: range | None
+    needs: str
+    unsupported: Callable[[Problem], str | None]
+    automatic: bool = True
+    run: Callable[[Problem, Operands, np.ndarray | None], None] | None = None
+    config: Callable[[Problem], Any] | None = None
+    launch: Callable[[Problem, Operands], Any] | None = None
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Return why this row does not take a problem, as a sentence, or None."""
+        reason = self._wrong_place(problem) or self.unsupported(problem)
+        return reason and f"{self.name} {reason}"
+
+    def _wrong_place(self, problem: Problem) -> str | None:
+        if self.op != problem.op:
+            return f"computes {self.op}, not {problem.op}"
+        if self.arch is None:
+            return (
+                None if problem.arch is None else "takes arrays in host memory, these are on a GPU"
+            )
+        if problem.arch is None:
+            return "takes arrays on a GPU, these are in host memory"
+        if problem.arch not in self.arch:
+            return (
+                f"needs compute capability {capabilities(self.arch)}, this is "
+                f"{problem.arch // 10}.{problem.arch % 10}"
+            )
+        return None
+
+
+def capabilities(arch: range) -> str:
+    """Write a range of compute capabilities for people."""
+    first = f"{arch.start // 10}.{arch.start % 10}"
+    return first if len(arch) == 1 else f"{first} or newer"
+
+
+def select(problem: Problem, name: Any = None) -> Kernel:
+    """Return the first row that takes a problem, or the named one if it does.
+
+    Raises
+    ------
+    InvalidArgument
+        There is no row of that name.
+    UnsupportedProblem
+        No row, or not the named one, takes the problem; the message holds every reason.
+    """
+    if name is None:
+        for kernel in KERNELS:
+            if kernel.automatic and kernel.refusal(problem) is None:
+                return kernel
+        reasons = "; ".join(rejections(problem).values())
+        raise UnsupportedProblem(f"no kernel for {problem.op}: {reasons}")
+    named = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    if named is None:
+        names = ", ".join(repr(kernel.name) for kernel in KERNELS)
+        raise InvalidArgument(f"`kernel` must be None or one of {names}, got {name!r}")
+    if reason := named.refusal(problem):
+        raise UnsupportedProblem(f"`kernel` is {name!r}, which cannot be used: {reason}")
+    return named
+
+
+def rejections(problem: Problem) -> dict[str, str]:
+    """Return, by name, the sentence of every row that would not be chosen, in the table's order."""
+    found = {}
+    for kernel in KERNELS:
+        reason = kernel.refusal(problem)
+        if reason is None and not kernel.automatic:
+            reason = f"{kernel.name} runs only when it is named"
+        if reason is not None:
+            found[kernel.name] = reason
+    return found
+
+
+def _refuse_dtype(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
+    if problem.dtype in dtypes:
+        return None
+    return f"takes {', '.join(dtypes)}, got {problem.dtype}"
+
+
+def _host_dtypes(problem: Problem) -> str | None:
+    return _refuse_dtype(problem, FLOATS)
+
+
+def _views(operands: Operands) -> dict[str, Any]:
+    """Return the operands as NumPy arrays, by name."""
+    named = operands._asdict()
+    return {name: host_view(x) if isinstance(x, Array) else x for name, x in named.items()}
+
+
+def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
+    _cpu.attention(
+        lse=lse,
+        band=problem.band,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        **_views(operands),
+    )
+
+
+def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
+    views = _views(operands)
+    out = views.pop("out")
+    values, sums = reference.attention(
+        window_size=(problem.band.left, problem.band.right),
+        alignment=problem.band.alignment,
+        softmax_scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        **views,
+    )
+    with np.errstate(over="ignore"):  # a value beyond the output's range is infinite there
+        out[...] = values.astype(out.dtype)
+    if lse is not None:
+        lse[...] = sums
+
+
+CPU = Kernel(
+    name="cpu",
+    op="forward",
+    arch=None,
+    needs=f"arrays in host memory; {', '.join(FLOATS)}; every option",
+    unsupported=_host_dtypes,
+    run=_run_cpu,
+)
+
+REFERENCE = Kernel(
+    name="reference",
+    op="forward",
+    arch=None,
+    needs="to be named; arrays in host memory; every option; slow, in fp64",
+    unsupported=_host_dtypes,
+    automatic=False,
+    run=_run_reference,
+)
+
+KERNELS = (CPU, REFERENCE)

@@ -1,0 +1,55 @@
+"""From a configuration to the translation unit that NVRTC compiles: one struct, one include.
+
+Each field of the configuration becomes a member of ``struct Config``: a string names a type
+(``mask`` is ``Mask``), anything else is a constant (``head_dim`` is ``HEAD_DIM``).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from . import __version__, _jit, masks
+
+__all__ = ["render"]
+
+# Where a type is defined: the unit includes it before the struct that names it.
+ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
+HEADERS = {
+    **dict.fromkeys(ELEMENTS.values(), "tile/types.cuh"),
+    **{mask.__name__: mask.header for mask in masks.ALL},
+}
+
+
+@functools.lru_cache(maxsize=256)
+def render(symbol: str, config: Any) -> str:
+    """Return the translation unit of a kernel for a configuration.
+
+    Parameters
+    ----------
+    symbol : str
+        The kernel's name, which is its file's.
+    config : frozen dataclass
+        The fields of the kernel's ``Config`` in lower case.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    types = {name: value for name, value in values.items() if isinstance(value, str)}
+    headers = dict.fromkeys(HEADERS[value.partition("<")[0]] for value in types.values())
+    lines = [
+        f"// cupyflash {__version__}  {symbol}  cuda/ digest {_jit.digest()[:16]}",
+        *(f'#include "{header}"' for header in headers),
+        "",
+        "struct Config {",
+        *(f"  {_member(name, value)}" for name, value in values.items()),
+        "};",
+        "",
+        f'#include "kernels/{symbol}.cu"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"using {name.title().replace('_', '')} = {value};"
+    if isinstance(value, bool):
+        return f"static constexpr bool {name.upper()} = {str(value).lower()};"
+    return f"static constexpr int {name.upper()} = {value};"
