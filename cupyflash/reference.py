@@ -117,6 +117,8 @@ def plain_backward(
     dq, dk, dv, dbias, dsink = _backward(packed, dout, dlse, _same_dtype(packed.dtype))
     if dbias is not None:
         dbias = _cast(dbias, np.asarray(packed.options.attn_bias).dtype)
+    if dsink is not None:
+        dsink = _cast(dsink, np.asarray(packed.options.learnable_sink).dtype)
     dtype = output_dtype(packed.dtype)
     return Gradients(_cast(dq, dtype), _cast(dk, dtype), _cast(dv, dtype), dbias, dsink)
 
@@ -145,6 +147,7 @@ class Arithmetic(NamedTuple):
     compute: Any  # dtype of every step
     store: Any = None  # dtype that P, dt and out are rounded to; None: they are not
     chunk: int = 2**62  # terms summed at a time
+    order: slice = slice(None)  # of the terms of a sum
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """Return `x` as it reads after having been stored."""
@@ -155,7 +158,9 @@ EXACT = Arithmetic(np.float64)
 
 
 def _same_dtype(dtype: Any) -> Arithmetic:
-    return Arithmetic(np.float64 if dtype == np.float64 else np.float32, dtype, chunk=64)
+    """Return the arithmetic of `plain`; sums run backwards, lest fp64 round as the oracle does."""
+    compute = np.float64 if dtype == np.float64 else np.float32
+    return Arithmetic(compute, dtype, chunk=64, order=slice(None, None, -1))
 
 
 @np.errstate(all="ignore")
@@ -164,7 +169,7 @@ def _forward(packed: Packed, a: Arithmetic, power: int = 1) -> tuple[np.ndarray,
     lse = np.full(packed.q.shape[1::-1], -np.inf, a.compute)
     for at in packed.blocks():
         q, k, v = packed.load(at, a.compute)
-        s, _ = _scores(packed, at, q, k)
+        s, _ = _scores(packed, at, q, k, a)
         visible, p, lse[at.h, at.rows], _ = _softmax(s, packed.sink[at.h])
         pz = a.round(p * packed.keep(at))
         out[at.rows, at.h] = _visible_sum(pz, v, visible, a, power) * packed.rescale**power
@@ -180,7 +185,7 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
     for at in packed.blocks():
         q, k, v = packed.load(at, a.compute)
         do, dl = (x.astype(a.compute) for x in (dout[at.rows, at.h], dlse[at.h, at.rows]))
-        s, dcap = _scores(packed, at, q, k)
+        s, dcap = _scores(packed, at, q, k, a)
         visible, p, _, sink = _softmax(s, packed.sink[at.h])
         keep = packed.keep(at)
         pz = a.round(p * keep)
@@ -210,10 +215,12 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
     )
 
 
-def _scores(packed: Packed, at: Block, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, Any]:
+def _scores(
+    packed: Packed, at: Block, q: np.ndarray, k: np.ndarray, a: Arithmetic
+) -> tuple[np.ndarray, Any]:
     """Return s and dc/dt."""
-    o, X = packed.options, q.dtype.type
-    s, dcap = X(packed.scale) * (q @ k.T), X(1)
+    o, X = packed.options, a.compute
+    s, dcap = X(packed.scale) * (q[:, a.order] @ k[:, a.order].T), X(1)
     if o.softcap:
         tanh = np.tanh(s / X(o.softcap))
         s, dcap = X(o.softcap) * tanh, 1 - tanh**2
@@ -249,7 +256,7 @@ def _visible_sum(
     total = np.zeros((len(weights), values.shape[1]), a.compute)
     for first in range(0, len(values), a.chunk):
         part = slice(first, first + a.chunk)
-        total += weights[:, part] @ clean[part]
+        total += weights[:, part][:, a.order] @ clean[part][a.order]
     for j in np.flatnonzero(~finite):  # 0 * nan is nan: these rows count where they are visible
         total += np.where(visible[:, j, None], weights[:, j, None] * values[j], 0)
     return total

@@ -1,0 +1,157 @@
+"""The accuracy rule, in one place: no other tolerance decides anything.
+
+An element of the output is right when nan and the infinities stand where the fp64 oracle, rounded
+to the output dtype, has them, and
+
+    |out - ref| <= 2 max_(b,h) |plain - ref| + u (|ref| + rms)
+
+where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype
+and rms = sqrt(sum_j P_ij^2 V_j^2). Gradients likewise. For the LSE
+
+    |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from . import reference
+from ._packed import Packed, Span
+
+__all__ = ["Verdict", "assert_accurate", "gradients_verdict", "verdict"]
+
+
+class Verdict(NamedTuple):
+    """Whether a result obeys the rule, and by how much."""
+
+    ok: bool
+    error: float  # the largest error of the output, or of any gradient
+    bound_ratio: float  # the largest ratio of an error to its bound: at most 1 if ok
+    lse_error: float
+    message: str
+
+
+class _Comparison(NamedTuple):
+    error: float
+    ratio: float
+    fault: str  # what is wrong, or nothing
+
+
+def verdict(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> Verdict:
+    """Hold a result of attention against the oracle.
+
+    Parameters
+    ----------
+    out, lse : ndarray
+        The result, in the layout of `q`; `lse` may be None.
+    q, k, v : ndarray
+        The inputs of the call; bfloat16 and fp8 as the dtypes of ml_dtypes.
+    **options
+        The options of the call, see `reference.Options`.
+    """
+    packed = Packed(q, k, v, options)
+    ref, ref_lse = reference.attention(q, k, v, **options)
+    plain, plain_lse = reference.plain(q, k, v, **options)
+    worst = _worst(packed.pack(_distance(plain, ref)), packed.spans_q)
+    allowed = 2 * packed.unpack(worst, packed.shape_q)
+    rounding = np.abs(ref) + reference.rms(q, k, v, **options)
+    of_out = _compare("out", out, ref, plain.dtype, allowed + _roundoff(plain.dtype) * rounding)
+    if lse is None:
+        return _conclude(of_out)
+    worst = _worst(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
+    allowed = 2 * packed.unpack_lse(worst[..., 0].T)
+    bound = allowed + 1e-5 * np.maximum(1, np.abs(ref_lse))
+    of_lse = _compare("lse", lse, ref_lse, plain_lse.dtype, bound)
+    return _conclude(of_out, of_lse)._replace(error=of_out.error, lse_error=of_lse.error)
+
+
+def gradients_verdict(
+    gradients: Any, dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
+) -> Verdict:
+    """Hold the gradients (dq, dk, dv, dbias, dsink) of a call against the oracle; see `verdict`.
+
+    A gradient that is None is not judged.
+    """
+    packed = Packed(q, k, v, options)
+    refs, plains, rmss = (
+        function(dout, q, k, v, dlse=dlse, **options)
+        for function in (
+            reference.attention_backward,
+            reference.plain_backward,
+            reference.rms_backward,
+        )
+    )
+    comparisons = []
+    for name, got in zip(reference.Gradients._fields, gradients, strict=True):
+        ref, plain, rms = (getattr(grads, name) for grads in (refs, plains, rmss))
+        if got is None or ref is None:
+            continue
+        distance = _distance(plain, ref)
+        if name in ("dq", "dk", "dv"):
+            shape = packed.shape_q if name == "dq" else packed.shape_k
+            spans = packed.spans_q if name == "dq" else packed.spans_k
+            distance = packed.unpack(_worst(packed.pack(distance), spans), shape)
+        elif name == "dbias" and distance.size:
+            distance = distance.max(axis=tuple(range(distance.ndim))[-2:], keepdims=True)
+        bound = 2 * distance + _roundoff(plain.dtype) * (np.abs(ref) + rms)
+        comparisons.append(_compare(name, got, ref, plain.dtype, bound))
+    return _conclude(*comparisons)
+
+
+def assert_accurate(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> None:
+    """Raise AssertionError, with the worst element, where `verdict` is not ok."""
+    result = verdict(out, lse, q, k, v, **options)
+    if not result.ok:
+        raise AssertionError(result.message)
+
+
+def _roundoff(dtype: Any) -> float:
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def _distance(x: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    """Return |x - ref|, 0 where either is not finite."""
+    x, ref = x.astype(np.float64), ref.astype(np.float64)
+    finite = np.isfinite(x) & np.isfinite(ref)
+    return np.abs(np.where(finite, x, 0) - np.where(finite, ref, 0))
+
+
+def _worst(distance: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Return, for every row of packed (total, heads, n), the maximum of its sequence and head."""
+    worst = np.zeros((*distance.shape[:2], 1))
+    for first, length in spans:
+        rows = slice(first, first + length)
+        worst[rows] = distance[rows].max(axis=(0, 2), initial=0, keepdims=True)
+    return worst
+
+
+def _compare(name: str, got: Any, ref: np.ndarray, dtype: Any, bound: np.ndarray) -> _Comparison:
+    got = np.asarray(got)
+    if got.shape != ref.shape or got.dtype != dtype:
+        fault = f"{name} is {got.dtype} {got.shape}, expected {np.dtype(dtype)} {ref.shape}"
+        return _Comparison(math.inf, math.inf, fault)
+    with np.errstate(over="ignore"):
+        expected = ref.astype(dtype).astype(np.float64)
+    got = got.astype(np.float64)
+    distance, bound = _distance(got, ref), np.broadcast_to(bound, ref.shape)
+    ratio = np.divide(distance, bound, out=np.where(distance > 0, np.inf, 0.0), where=bound > 0)
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        ratio[kind(got) != kind(expected)] = np.inf
+    if not ratio.size:
+        return _Comparison(0.0, 0.0, "")
+    at = np.unravel_index(ratio.argmax(), ratio.shape)
+    fault = (
+        f"{name}[{', '.join(map(str, at))}] is {got[at]:.9g}, the reference {ref[at]:.9g}: error "
+        f"{distance[at]:.3g}, bound {bound[at]:.3g}; {(ratio > 1).sum()} of {ratio.size} are wrong"
+    )
+    return _Comparison(float(distance.max()), float(ratio[at]), fault if ratio[at] > 1 else "")
+
+
+def _conclude(*comparisons: _Comparison) -> Verdict:
+    error = max(comparison.error for comparison in comparisons)
+    ratio = max(comparison.ratio for comparison in comparisons)
+    faults = "; ".join(filter(None, (comparison.fault for comparison in comparisons)))
+    message = faults or f"largest error {error:.3g}, {ratio:.2f} of its bound"
+    return Verdict(not faults, error, ratio, 0.0, message)
