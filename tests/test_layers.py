@@ -15,12 +15,12 @@ FLOORS = (
     {"errors", "masks", "_philox", "reference", "_packed", "_accuracy"},  # leaves, for anyone
     # compiling (_jit over _nvrtc and _cache) and arrays; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array"},
-    {"_problem", "_scalars", "_views", "_launch", "_unit", "_tuning", "_cpu"},
+    {"_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_cpu"},
     {"_kernels"},
     {"_torch", "_jax"},
-    {"_attention"},
+    {"_attention", "_call", "_explain", "_versions"},
     {"_check", "_bench"},
-    {"cli"},
+    {"cli", "_console"},
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
