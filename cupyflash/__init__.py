@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 from . import reference
-from ._attention import attention
+from ._attention import attention, explain, kernels, show_versions, supports, warmup
 from ._philox import dropout_mask
 from .errors import (
     CompileFailed,
@@ -24,5 +24,10 @@ __all__ = [
     "__version__",
     "attention",
     "dropout_mask",
+    "explain",
+    "kernels",
     "reference",
+    "show_versions",
+    "supports",
+    "warmup",
 ]

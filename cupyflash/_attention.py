@@ -2,9 +2,13 @@
 
 from typing import Any
 
+from . import _explain, _kernels, _versions
 from ._call import call
+from ._explain import Explanation, Sizes
+from ._kernels import KernelInfo
+from .errors import UnsupportedProblem
 
-__all__ = ["attention"]
+__all__ = ["attention", "explain", "kernels", "show_versions", "supports", "warmup"]
 
 
 def attention(
@@ -118,3 +122,104 @@ def attention(
         softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, kernel
     )  # fmt: skip
     return call(q, k, v, out, return_lse, scalars, extras)
+
+
+def explain(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    batch: int = 1,
+    len_q: int | None = None,
+    len_k: int | None = None,
+    heads_q: int = 1,
+    heads_k: int | None = None,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    dtype: Any = "bfloat16",
+    arch: int | None = 90,
+    **options: Any,
+) -> Explanation:
+    """Say which kernel a call of `attention` takes and with what resources, or why there is none.
+
+    Parameters
+    ----------
+    q, k, v : array, optional
+        The arrays of the call. Without them the sizes below describe it, and no GPU is needed.
+    batch, len_q, len_k, heads_q, heads_k, head_dim, head_dim_v : int, optional
+        The sizes: len_q and head_dim at least; len_k, heads_k and head_dim_v default to the others.
+    dtype : str or dtype
+        The element type.
+    arch : int or None
+        Compute capability of the GPU, 90 for 9.0; None for arrays in host memory.
+    **options : object
+        As `attention` takes them; with sizes, True stands for an optional array.
+
+    Returns
+    -------
+    Explanation
+        Its ``str`` is a page for people.
+    """
+    sizes = Sizes(batch, len_q, len_k, heads_q, heads_k, head_dim, head_dim_v, dtype, arch)
+    return _explain.explain(_explain.resolve((q, k, v), sizes, options))
+
+
+def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> bool:
+    """Return whether some kernel computes a call of `attention`.
+
+    Parameters
+    ----------
+    q, k, v : array, optional
+        The arrays of the call.
+    **arguments : object
+        Sizes, dtype, arch and options, as `explain` takes them.
+
+    Returns
+    -------
+    bool
+        False where `attention` would raise UnsupportedProblem; wrong arguments raise here too.
+    """
+    request = _explain.resolve((q, k, v), *Sizes.split(arguments))
+    try:
+        _kernels.select(request.problem, request.kernel)
+    except UnsupportedProblem:
+        return False
+    return True
+
+
+def warmup(
+    q: Any = None, k: Any = None, v: Any = None, *, device: int = 0, **arguments: Any
+) -> None:
+    """Compile and load the kernel of a call of `attention`, so that a graph capture may contain it.
+
+    One kernel serves every length, batch, number of heads and scale.
+
+    Parameters
+    ----------
+    q, k, v : array, optional
+        The arrays of the call.
+    device : int
+        CUDA ordinal of the GPU, where there are no arrays to tell it.
+    **arguments : object
+        Sizes, dtype and options, as `explain` takes them; sizes mean C-contiguous arrays.
+    """
+    sizes, options = Sizes.split(arguments)
+    if q is None:
+        sizes = sizes.on(device)
+    _explain.warmup(_explain.resolve((q, k, v), sizes, options))
+
+
+def kernels() -> tuple[KernelInfo, ...]:
+    """Return the rows of the dispatch table, best first: their names are what ``kernel=`` takes.
+
+    Returns
+    -------
+    tuple of KernelInfo
+        Of each its name, operation, architectures, and what it needs.
+    """
+    return tuple(kernel.info for kernel in _kernels.KERNELS)
+
+
+def show_versions() -> None:
+    """Print the versions of all that a result may depend on, for a bug report."""
+    print(_versions.report())

@@ -6,7 +6,7 @@ no GPU. A new kernel is a new row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,16 @@ from ._array.host import host_view
 from ._problem import FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 
-__all__ = ["KERNELS", "Kernel", "rejections", "select"]
+__all__ = ["KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
+
+
+class KernelInfo(NamedTuple):
+    """A row of the dispatch table, for people."""
+
+    name: str
+    op: str
+    arch: str
+    needs: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,12 @@ class Kernel:
     run: Callable[[Problem, Operands, np.ndarray | None], None] | None = None
     config: Callable[[Problem], Any] | None = None
     launch: Callable[[Problem, Operands], Any] | None = None
+
+    @property
+    def info(self) -> KernelInfo:
+        """The row for people."""
+        place = "host" if self.arch is None else capabilities(self.arch)
+        return KernelInfo(self.name, self.op, place, self.needs)
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this row does not take a problem, as a sentence, or None."""

@@ -1,0 +1,236 @@
+"""What a call would do, without doing it: from arrays, or from sizes and an architecture alone."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _jit
+from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
+from ._call import SCALARS
+from ._kernels import rejections, select
+from ._launch import Launch, bind
+from ._problem import DTYPES, LAYOUTS, METADATA, SCORES, SHAPES, Operands, Problem, describe
+from .errors import (
+    CompileFailed,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidType,
+    UnsupportedProblem,
+)
+
+__all__ = ["Explanation", "Request", "Sizes", "explain", "resolve", "warmup"]
+
+# The optional arrays: True stands for one in a call of sizes alone.
+EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel computes a problem and with what resources, and why the others do not.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is computed.
+    kernel : str or None
+        The kernel's name, None where no kernel takes the problem.
+    rejected : mapping of str to str
+        Every other kernel's reason, by name.
+    config : mapping of str to object
+        Of a CUDA kernel: tile sizes and all else that it was specialised for.
+    launch : Launch or None
+        Of a CUDA kernel: its text, grid, block and shared memory.
+    resources : Resources or None
+        Of a compiled kernel: registers, stack, spills.
+    note : str or None
+        Why ``resources`` are not known.
+    """
+
+    problem: Problem
+    kernel: str | None
+    rejected: Mapping[str, str]
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    launch: Launch | None = None
+    resources: _jit.Resources | None = None
+    note: str | None = None
+
+    def __str__(self) -> str:
+        p = self.problem
+        place = "host memory" if p.arch is None else f"compute capability {p.arch / 10:.1f}"
+        lines = [
+            f"{p.op}, {p.dtype}, {p.band.label} ({p.band.alignment}), {place}",
+            f"  q    ({p.batch}, {p.len_q}, {p.heads_q}, {p.head_dim})",
+            f"  k    ({p.batch}, {p.len_k}, {p.heads_k}, {p.head_dim})",
+            f"  v    ({p.batch}, {p.len_k}, {p.heads_k}, {p.head_dim_v})",
+        ]
+        if p.modifiers:
+            lines.append(f"  with {', '.join(p.modifiers)}")
+        lines.append(f"kernel: {self.kernel or 'none'}")
+        if self.config:
+            lines.append("  config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()))
+        if self.launch is not None:
+            (blocks, _, _), (threads, _, _) = self.launch.grid, self.launch.block
+            lines.append(f"  launch     {blocks} blocks of {threads} threads, {self.launch.arch}")
+            lines.append(f"  shared     {self.launch.shared_bytes} bytes a block")
+        if r := self.resources:
+            spills = f"{r.spill_stores + r.spill_loads} bytes spilled, NVRTC {r.nvrtc_version}"
+            lines.append(f"  registers  {r.registers} a thread, {spills}")
+        if self.note:
+            lines.append(f"  note       {self.note}")
+        if self.rejected:
+            lines += ["others:", *(f"  {reason}" for reason in self.rejected.values())]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a call without arrays; what is None follows from the others."""
+
+    batch: Any = 1
+    len_q: Any = None
+    len_k: Any = None
+    heads_q: Any = 1
+    heads_k: Any = None
+    head_dim: Any = None
+    head_dim_v: Any = None
+    dtype: Any = "bfloat16"
+    arch: Any = 90
+    device: int = 0
+
+    @classmethod
+    def split(cls, arguments: dict[str, Any]) -> tuple["Sizes", dict[str, Any]]:
+        """Return the sizes among arguments, and the rest of them."""
+        names = {field.name for field in dataclasses.fields(cls)} - {"device"}
+        sizes = {name: value for name, value in arguments.items() if name in names}
+        return cls(**sizes), {n: value for n, value in arguments.items() if n not in names}
+
+    def on(self, device: int) -> "Sizes":
+        """Return the same sizes on a CUDA device, which must be there."""
+        return dataclasses.replace(self, arch=_jit.compute_capability(device), device=device)
+
+    def resolved(self) -> dict[str, int]:
+        """Return every size by name, checked."""
+        sizes = {
+            "batch": self.batch,
+            "len_q": self.len_q,
+            "len_k": self.len_q if self.len_k is None else self.len_k,
+            "heads_q": self.heads_q,
+            "heads_k": self.heads_q if self.heads_k is None else self.heads_k,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
+        }
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0:
+                raise InvalidArgument(
+                    f"`{name}` must be an integer from 0 on, got {size!r}: pass it, or q, k and v"
+                )
+        if self.arch is not None and type(self.arch) is not int:
+            raise InvalidArgument(
+                "`arch` must be a compute capability like 90, or None for host memory, "
+                f"got {self.arch!r}"
+            )
+        return {name: int(size) for name, size in sizes.items()}
+
+
+class Request(NamedTuple):
+    """A call that is only talked about."""
+
+    problem: Problem
+    operands: Operands
+    kernel: str | None
+    device: int
+
+
+def resolve(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any]) -> Request:
+    """Describe a call, from its arrays or, where all are None, from sizes."""
+    known = {*SCALARS, *EXTRAS, "out", "rng_state", "return_lse"}
+    if unknown := options.keys() - known:
+        raise InvalidType(f"`{min(unknown)}` is no option of attention: see its documentation")
+    scalars = {name: options[name] for name in SCALARS if name in options}
+    kernel = scalars.pop("kernel", None)
+    given = {name: options.get(name) for name in (*EXTRAS, "out")}
+    if all(x is None for x in arrays):
+        records = _placeholders(sizes, scalars.get("layout", "bshd"), given)
+        arch = sizes.arch
+    else:
+        named = dict(zip(("q", "k", "v"), arrays, strict=True))
+        records = {name: _record(name, x) for name, x in named.items()}
+        device = records["q"].device
+        arch = None if device == HOST else _jit.compute_capability(device)
+    for name, x in given.items():
+        if x is not None and name not in records:
+            records[name] = _record(name, x)
+    state = options.get("rng_state") or (0, 0)
+    problem, operands = describe(records, arch=arch, rng_state=state, **scalars)
+    return Request(problem, operands, kernel, records["q"].device)
+
+
+def explain(request: Request) -> Explanation:
+    """Choose the kernel of a call, and compile it where NVRTC is there."""
+    problem, operands, name, _ = request
+    rejected = rejections(problem)
+    try:
+        kernel = select(problem, name)
+    except UnsupportedProblem:
+        return Explanation(problem, None, rejected)
+    rejected.pop(kernel.name, None)
+    if kernel.launch is None or kernel.config is None:
+        return Explanation(problem, kernel.name, rejected)
+    launch = kernel.launch(problem, operands)
+    resources, note = None, None
+    try:
+        resources = _jit.compile(launch.unit, launch.symbol, launch.arch).resources
+    except (CompileFailed, DeviceUnavailable, UnsupportedProblem) as error:
+        note = str(error)
+    config = dataclasses.asdict(kernel.config(problem))
+    return Explanation(problem, kernel.name, rejected, config, launch, resources, note)
+
+
+def warmup(request: Request) -> None:
+    """Compile and load the kernel of a call; the host's need neither."""
+    kernel = select(request.problem, request.kernel)
+    if kernel.launch is not None:
+        bind(kernel.launch(request.problem, request.operands), request.device)
+
+
+def _record(name: str, x: Any) -> Array:
+    if name in METADATA and isinstance(x, tuple | list):
+        x = np.asarray(x)
+    return adapter_of(x, name).array(x, name)
+
+
+def _placeholders(sizes: Sizes, layout: Any, given: Mapping[str, Any]) -> dict[str, Array]:
+    """Return records of C-contiguous arrays at no address, also of the options that are True."""
+    bound, dtype = sizes.resolved(), _dtype_name(sizes.dtype)
+    axes = LAYOUTS.get(layout, LAYOUTS["bshd"]) if isinstance(layout, str) else LAYOUTS["bshd"]
+    records = {}
+    for name in ("q", "k", "v", *(name for name in EXTRAS if given[name] is True)):
+        words = SHAPES[name][0] if name in SHAPES else SCORES
+        shape = tuple(bound[word] for word in words)
+        if name in ("q", "k", "v"):
+            shape = tuple(shape[axis] for axis in axes)
+        records[name] = Array(
+            pointer=0,
+            shape=shape,
+            strides=contiguous_strides(shape),
+            dtype=dtype if name in ("q", "k", "v") else DTYPES[name][0],
+            device=HOST if sizes.arch is None else sizes.device,
+            framework="no",
+            readonly=False,
+            owner=None,
+        )
+    return records
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype: a string, or any framework's object."""
+    try:
+        name = np.dtype(dtype).name if dtype is not None else "none"
+    except TypeError:
+        name = str(dtype).rpartition(".")[2]
+    if name not in ITEMSIZES:
+        raise InvalidType(f"`dtype` must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
+    return name
