@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ml_dtypes
@@ -67,6 +67,12 @@ class Case:
     head_dim_v: int
     mask: str = "full"  # "full", "causal" or "window:L,R"
     alignment: str = "bottom_right"
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 0:
+                raise InvalidArgument(f"`{name}` must not be negative, got {value}")
+        _ = self.band  # checks mask and alignment
 
     def __str__(self) -> str:
         lengths = both(self.len_q, self.len_k, "x")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .._attention import attention
 from .case import Case
 from .timing import Call, CupyClock, HostClock, JaxClock, TorchClock
 
@@ -97,8 +98,6 @@ def cupyflash(
     case: Case, arrays: Arrays, device: str, *, kernel: str | None = None, framework: str = ""
 ) -> Runner:
     """Build cupyflash's own call, on arrays of one framework."""
-    from .. import attention
-
     framework = framework or own_framework(device)
     host: Callable[[Any], np.ndarray] = np.asarray
     kind = "host" if device == "cpu" else framework

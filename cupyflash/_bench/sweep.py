@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,17 @@ class Sweep:
 
     def cases(self) -> tuple[Case, ...]:
         """Return every combination of the lists; None follows its other half."""
-        combinations = itertools.product(
+        follow = [None]
+        combinations: Iterator[tuple[Any, ...]] = itertools.product(
             [short_dtype(name) for name in self.dtype.split(",")],
             self.heads,
-            self.heads_k or [None],
+            self.heads_k or follow,
             self.head_dim,
-            self.head_dim_v or [None],
+            self.head_dim_v or follow,
             self.len_q,
-            self.len_k or [None],
+            self.len_k or follow,
             split_masks(self.mask),
-            self.batch if self.tokens is None else [None],
+            self.batch if self.tokens is None else follow,
         )
         return tuple(
             Case(

@@ -1,0 +1,279 @@
+"""`cupyflash check`: real attention over a table of cases, held to the fp64 oracle.
+
+Every case runs on the CPU path and, where there is a GPU, on every kernel of the dispatch table
+that runs on its architecture. The accuracy rule of `_accuracy` decides; a kernel that refuses a
+case says so with a reason, but a kernel that took no case at all has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from . import _accuracy, _jit, _kernels
+from ._attention import attention
+from ._bench.case import Case
+from ._bench.environment import gpu_present
+from ._bench.runner import clock, cupy_array, cupy_host
+from ._bench.timing import HostClock
+from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
+
+Features = tuple[str, ...]
+TIMING_S = 0.05  # per case and kernel
+HOST_KERNELS = tuple(row.name for row in _kernels.KERNELS if row.arch is None)
+
+# fmt: off
+_TABLE: tuple[tuple[str, Case, Features], ...] = (
+    # what is checked          dtype    B    Sq    Sk  H  Hk    D   Dv  mask          features
+    ("self-attention",     Case("fp16", 2,  256,  256, 4, 4,  64,  64, "full"),       ()),
+    ("self-attention",     Case("bf16", 2,  256,  256, 4, 4, 128, 128, "full"),       ()),
+    ("self-attention",     Case("fp32", 2,  256,  256, 4, 4,  64,  64, "full"),       ()),
+    ("self-attention",     Case("fp64", 1,  256,  256, 2, 2,  64,  64, "full"),       ()),
+    ("causal",             Case("fp16", 2,  384,  384, 4, 4, 128, 128, "causal"),     ()),
+    ("causal",             Case("bf16", 2,  384,  384, 4, 4,  64,  64, "causal"),     ()),
+    ("causal",             Case("fp32", 2,  384,  384, 4, 4, 128, 128, "causal"),     ()),
+    ("one pair",           Case("fp32", 1,    1,    1, 1, 1,   1,   1, "full"),       ()),
+    ("ragged tiles",       Case("bf16", 1,  129,   65, 2, 2,  64,  64, "full"),       ()),
+    ("ragged tiles",       Case("bf16", 1,   63,  127, 2, 2,  64,  64, "causal"),     ()),
+    ("head dim 8",         Case("fp16", 1,  100,  130, 2, 2,   8,   8, "full"),       ()),
+    ("head dim 33",        Case("bf16", 1,  100,  130, 2, 2,  33,  33, "causal"),     ()),
+    ("head dim 80",        Case("bf16", 1,  100,  130, 2, 2,  80,  80, "causal"),     ()),
+    ("head dim 96",        Case("fp16", 1,  100,  130, 2, 2,  96,  96, "causal"),     ()),
+    ("head dim 256",       Case("bf16", 1,  200,  200, 2, 2, 256, 256, "causal"),     ()),
+    ("head dim 256",       Case("fp32", 1,  200,  200, 2, 2, 256, 256, "causal"),     ()),
+    ("v narrower than k",  Case("bf16", 1,  200,  200, 2, 2, 192, 128, "causal"),     ()),
+    ("v wider than k",     Case("fp16", 1,  200,  200, 2, 2,  64,  96, "full"),       ()),
+    ("grouped heads",      Case("bf16", 2,  200,  200, 8, 2,  64,  64, "causal"),     ()),
+    ("one kv head",        Case("fp16", 2,  200,  200, 8, 1, 128, 128, "full"),       ()),
+    ("one query",          Case("bf16", 4,    1,  500, 8, 2, 128, 128, "causal"),     ()),
+    ("last rows of many",  Case("fp16", 1,   40,  300, 2, 2,  64,  64, "causal"),     ()),
+    ("rows without keys",  Case("bf16", 1,  300,   40, 2, 2,  64,  64, "causal"),     ()),
+    ("aligned top left",   Case("bf16", 1,  300,   40, 2, 2,  64,  64, "causal",
+                                "top_left"),                                          ()),
+    ("window",             Case("bf16", 1,  400,  400, 2, 2,  64,  64, "window:100,0"),  ()),
+    ("window",             Case("fp16", 1,  400,  300, 2, 2, 128, 128, "window:33,17"),  ()),
+    ("window of the self", Case("fp32", 1,  150,  150, 2, 2,  64,  64, "window:0,0"),    ()),
+    ("no queries",         Case("bf16", 1,    0,   50, 2, 2,  64,  64, "full"),       ()),
+    ("no keys",            Case("bf16", 1,   50,    0, 2, 2,  64,  64, "full"),       ()),
+    ("layout bhsd",        Case("bf16", 2,  200,  200, 4, 2,  64,  64, "causal"),     ("bhsd",)),
+    ("negative scale",     Case("fp16", 1,  200,  200, 2, 2,  64,  64, "causal"),     ("scale",)),
+    ("softcap",            Case("bf16", 1,  200,  200, 2, 2,  64,  64, "causal"),     ("softcap",)),
+    ("ALiBi",              Case("bf16", 1,  200,  250, 4, 2,  64,  64, "causal"),     ("alibi",)),
+    ("bias",               Case("fp16", 2,  200,  200, 4, 2,  64,  64, "full"),       ("bias",)),
+    ("boolean mask",       Case("bf16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("mask",)),
+    ("sink",               Case("bf16", 1,  200,  200, 4, 4,  64,  64, "window:64,0"),   ("sink",)),
+    ("lengths in use",     Case("bf16", 4,  200,  200, 2, 2,  64,  64, "causal"),     ("seqused",)),
+    ("dropout",            Case("fp16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("dropout",)),
+    ("all at once",        Case("bf16", 2,  200,  230, 4, 2,  64,  64, "window:150,3"),
+        ("scale", "softcap", "alibi", "bias", "mask", "sink", "seqused", "dropout")),
+    ("throughput",         Case("fp32", 1, 2048, 2048, 4, 4,  64,  64, "full"),       ()),
+    ("throughput",         Case("bf16", 1, 2048, 2048, 4, 4, 128, 128, "causal"),     ()),
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case on one kernel."""
+
+    check: str
+    case: str
+    kernel: str
+    status: str  # "ok", "failed", "unsupported"
+    error: float | None = None  # the largest |out - oracle|
+    bound_ratio: float | None = None  # the largest error over its bound: at most 1 passes
+    lse_error: float | None = None
+    us: float | None = None
+    gflops: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays and options of one case, in layout (batch, length, heads, head_dim)."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    options: dict[str, Any]
+    layout: str
+
+    @classmethod
+    def of(cls, case: Case, features: Features) -> Inputs:
+        """Draw the inputs of a row of the table."""
+        rng = np.random.default_rng(2026)
+        q, k, v = case.inputs(rng)
+        options = case.options
+        for feature in features:
+            if feature in FEATURES:
+                options |= FEATURES[feature](case, rng)
+        return cls(q, k, v, options, "bhsd" if "bhsd" in features else "bshd")
+
+
+FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
+    "scale": lambda case, rng: {"softmax_scale": -0.2},
+    "softcap": lambda case, rng: {"softcap": 2.0},
+    "alibi": lambda case, rng: {
+        "alibi_slopes": 0.5 ** np.arange(1, case.heads_q + 1, dtype=np.float32)
+    },
+    "bias": lambda case, rng: {
+        "attn_bias": rng.standard_normal((case.heads_q, case.len_q, case.len_k), np.float32)
+    },
+    "mask": lambda case, rng: {
+        "attn_mask": rng.random((case.batch, 1, case.len_q, case.len_k)) < 0.7
+    },
+    "sink": lambda case, rng: {"learnable_sink": rng.standard_normal(case.heads_q, np.float32)},
+    "seqused": lambda case, rng: {
+        "seqused_k": rng.integers(0, case.len_k + 1, case.batch, dtype=np.int32)
+    },
+    "dropout": lambda case, rng: {"dropout_p": 0.2, "rng_state": (2026, 11)},
+}
+
+
+def available() -> list[str]:
+    """Return the kernels that can run here: the CPU path, and those of the GPU's architecture."""
+    arch = _jit.compute_capability(0) if gpu_present() else None
+    return [
+        kernel.name
+        for kernel in _kernels.KERNELS
+        if kernel.op == "forward"
+        and kernel.automatic
+        and (kernel.arch is None or arch in kernel.arch)
+    ]
+
+
+def chosen(name: str | None) -> list[str]:
+    """Return the kernels to check: all that can run here, or the one named."""
+    if name is None:
+        return available()
+    names = {kernel.name: kernel for kernel in _kernels.KERNELS}
+    if name not in names:
+        raise InvalidArgument(f"`kernel` must be one of {', '.join(names)}, got {name!r}")
+    if names[name].arch is not None and name not in available():
+        raise DeviceUnavailable(f"{name} needs a GPU that is not here: see `cupyflash list`")
+    return [name]
+
+
+def table(quick: bool = False) -> list[tuple[str, Case, Features]]:
+    """Return the cases; the quick ones leave out those made for their throughput."""
+    return [row for row in _TABLE if not (quick and row[0] == "throughput")]
+
+
+def run(kernels: Iterable[str], quick: bool, step: Callable[[str], None]) -> list[Outcome]:
+    """Run every case on every kernel named; `step` is told before each."""
+    outcomes = []
+    kernels = list(kernels)
+    for name, case, features in table(quick):
+        inputs = Inputs.of(case, features)
+        for kernel in kernels:
+            step(f"{kernel}: {name}, {case}")
+            outcomes.append(check(name, case, inputs, kernel))
+    return outcomes + [
+        Outcome("any case", "", kernel, "failed", message="it took no case of the table")
+        for kernel in kernels
+        if all(o.status == "unsupported" for o in outcomes if o.kernel == kernel)
+    ]
+
+
+def check(name: str, case: Case, inputs: Inputs, kernel: str) -> Outcome:
+    """Compute one case on one kernel, compare it with the oracle, and time it."""
+    outcome = functools.partial(Outcome, name, str(case), kernel)
+    call, host, timer = prepare(inputs, kernel)
+    try:
+        out, lse = call()
+    except UnsupportedProblem as reason:
+        return outcome("unsupported", message=str(reason))
+    except Exception as failure:
+        return outcome("failed", message=f"{type(failure).__name__}: {failure}")
+    verdict = _accuracy.verdict(
+        host(out), host(lse), inputs.q, inputs.k, inputs.v, **inputs.options
+    )
+    us = timer.kernel_us(call, TIMING_S) if case.flops() else None
+    return outcome(
+        "ok" if verdict.ok else "failed",
+        error=float(verdict.error),
+        bound_ratio=float(verdict.bound_ratio),
+        lse_error=float(verdict.lse_error),
+        us=us,
+        gflops=case.flops() / us / 1e3 if us else None,
+        message=verdict.message,
+    )
+
+
+def prepare(
+    inputs: Inputs, kernel: str
+) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray], HostClock]:
+    """Return the call on a kernel's own kind of arrays, the way back to NumPy, and a clock."""
+    on_host = kernel in HOST_KERNELS
+    place = np.asarray if on_host else cupy_array
+    bhsd = inputs.layout == "bhsd"
+    arrays = [
+        place(np.ascontiguousarray(x.swapaxes(1, 2)) if bhsd else x)
+        for x in (inputs.q, inputs.k, inputs.v)
+    ]
+    options: dict[str, Any] = {
+        name: place(value) if isinstance(value, np.ndarray) else value
+        for name, value in inputs.options.items()
+    }
+
+    def call() -> Any:
+        return attention(*arrays, **options, layout=inputs.layout, return_lse=True, kernel=kernel)
+
+    def host(x: Any) -> np.ndarray:
+        x = x if on_host else cupy_host(x)
+        return x.swapaxes(1, 2) if bhsd and x.ndim == 4 else x
+
+    return call, host, clock("host" if on_host else "cupy")
+
+
+def report(outcomes: list[Outcome]) -> Table:
+    """Return the outcomes as a table for a terminal."""
+    table = Table("check", "case", "kernel", title="attention against the fp64 oracle")
+    for name in ("max error", "of bound", "LSE error", "time", "GFLOP/s", "result"):
+        table.add_column(name, justify="left" if name == "result" else "right")
+    colours = {"ok": "green", "failed": "bold red", "unsupported": "dim"}
+    for o in outcomes:
+        table.add_row(
+            o.check,
+            o.case,
+            o.kernel,
+            *(number(value) for value in (o.error, o.bound_ratio, o.lse_error)),
+            duration(o.us),
+            "" if o.gflops is None else f"{o.gflops:,.1f}",
+            f"[{colours[o.status]}]{o.status}[/]",
+        )
+    return table
+
+
+def number(value: float | None) -> str:
+    """Return an error with two digits."""
+    return "" if value is None else f"{value:.2g}"
+
+
+def duration(us: float | None) -> str:
+    """Return a time in its own unit."""
+    if us is None:
+        return ""
+    return f"{us:.1f} us" if us < 1e3 else f"{us / 1e3:.2f} ms"
+
+
+def failures(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return what failed."""
+    return [o for o in outcomes if o.status == "failed"]
+
+
+def summary(outcomes: list[Outcome]) -> list[str]:
+    """Return one sentence per kernel."""
+    lines = []
+    for kernel in dict.fromkeys(o.kernel for o in outcomes):
+        states = [o.status for o in outcomes if o.kernel == kernel]
+        line = f"{kernel}: {states.count('ok')} passed, {states.count('failed')} failed"
+        if "unsupported" in states:
+            line += f", {states.count('unsupported')} not for this kernel"
+        lines.append(line)
+    return lines

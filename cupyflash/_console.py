@@ -1,0 +1,138 @@
+"""What the commands share: their options, tables for people, JSON for machines, a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .errors import CupyflashError, InvalidArgument, InvalidType
+
+WIDE = 160  # columns of a table that goes to a file
+
+
+class Group(click.Group):
+    """A group whose commands end with a sentence on stderr where cupyflash raises one."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; our own errors become exit codes."""
+        try:
+            return super().invoke(ctx)
+        except (InvalidArgument, InvalidType) as error:
+            raise click.UsageError(str(error)) from error
+        except CupyflashError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def table(content: Table) -> None:
+    """Print a table to stdout, wide where nobody folds it."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(content)
+
+
+def facts(values: dict[str, Any]) -> Table:
+    """Return names and values as a table."""
+    lines = Table(show_header=False, box=None)
+    for name, value in values.items():
+        lines.add_row(f"[bold]{name}", "-" if value in (None, "", {}, []) else str(value))
+    return lines
+
+
+def grid(rows: list[dict[str, Any]]) -> Table:
+    """Return one row or more of the same fields as a table."""
+    lines = Table()
+    for name in rows[0]:
+        lines.add_column(name)
+    for row in rows:
+        lines.add_row(*(str(value) for value in row.values()))
+    return lines
+
+
+def emit(value: Any) -> None:
+    """Print JSON to stdout."""
+    click.echo(json.dumps(value, indent=1, default=str))
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on stderr where that is a terminal; yield what is told each step as it starts."""
+    bar = Progress(
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Sizes(click.ParamType):
+    """A comma list of sizes."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        """Parse the list."""
+        if isinstance(value, list):
+            return value
+        try:
+            return [int(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a comma list of integers", param, ctx)
+
+
+def problem_options(command: Any) -> Any:
+    """Add the options that describe one problem; they arrive as its `Case`."""
+
+    @functools.wraps(command)
+    def wrapped(
+        dtype: str, len_k: int | None, heads_k: int | None, head_dim_v: int | None, **options: Any
+    ) -> Any:
+        from ._bench.case import Case, short_dtype
+
+        sizes = {name: options.pop(name) for name in ("batch", "len_q", "mask", "alignment")}
+        heads, head_dim = options.pop("heads"), options.pop("head_dim")
+        case = Case(
+            dtype=short_dtype(dtype),
+            len_k=sizes["len_q"] if len_k is None else len_k,
+            heads_q=heads,
+            heads_k=heads if heads_k is None else heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            **sizes,
+        )
+        return command(case=case, **options)
+
+    for option in reversed(
+        (
+            click.option("--dtype", default="bf16", show_default=True, help="Also fp16, fp32."),
+            click.option("--batch", default=1, show_default=True),
+            click.option("--len-q", default=1024, show_default=True),
+            click.option("--len-k", type=int, help="By default as --len-q."),
+            click.option("--heads", default=16, show_default=True),
+            click.option("--heads-k", type=int, help="By default as --heads."),
+            click.option("--head-dim", default=128, show_default=True),
+            click.option("--head-dim-v", type=int, help="By default as --head-dim."),
+            click.option("--mask", default="full", show_default=True, help="causal, window:L,R."),
+            click.option("--alignment", default="bottom_right", show_default=True),
+        )
+    ):
+        wrapped = option(wrapped)
+    return wrapped

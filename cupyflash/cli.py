@@ -1,0 +1,244 @@
+"""The command line: each command is a thin call into the package.
+
+Tables go to stdout, progress and faults to stderr; ``--json`` is for machines. A usage error exits
+with 2, a failure with 1. CuPy and frameworks are imported by the commands that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from ._console import Group, Sizes, as_json, emit, facts, grid, problem_options, progress, table
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version")
+def main() -> None:
+    """Exact attention on any array: see, check, time and compile its kernels."""
+
+
+@main.command()
+@as_json
+def info(as_json: bool) -> None:
+    """Show the GPU, the driver, CUDA, NVRTC, the frameworks and the cache."""
+    from . import _jit
+    from ._bench.environment import environment
+
+    entries = _jit.cache_entries()
+    values = environment() | {"cache": _jit.cache_dir(), "cached_kernels": len(entries)}
+    emit(values) if as_json else table(facts(values))
+
+
+def gpu_arch() -> str | None:
+    """Return the architecture of the GPU here, as NVRTC names it."""
+    from . import _jit
+    from ._bench.environment import gpu_present
+
+    return f"sm_{_jit.compute_capability(0)}" if gpu_present() else None
+
+
+@main.command("list")
+@as_json
+def list_(as_json: bool) -> None:
+    """List the dispatch table: every kernel, best first, and what it takes."""
+    from . import _kernels
+
+    rows = [
+        {
+            "kernel": row.name,
+            "op": row.op,
+            "arch": _kernels.capabilities(row.arch) if row.arch else "host",
+            "takes": row.needs,
+        }
+        for row in _kernels.KERNELS
+    ]
+    emit(rows) if as_json else table(grid(rows))
+
+
+@main.command()
+@problem_options
+@click.option("--arch", help="Like sm_90; by default the GPU here.")
+@click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
+@as_json
+def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
+    """Show the translation unit of a problem, its registers and its shared memory."""
+    from ._bench import units
+
+    arch = arch or gpu_arch()
+    if arch is None:
+        raise click.UsageError("there is no GPU here: name --arch, like sm_90")
+    unit = units.unit(case, arch, kernel)
+    used = unit.compile()
+    if as_json:
+        emit({"unit": unit.text, "config": unit.config, "resources": used})
+        return
+    click.echo(unit.text)
+    table(facts(used))
+
+
+@main.command("compile")
+@problem_options
+@click.option("--arch", help="Comma list, like sm_80,sm_90; by default the GPU here.")
+@click.option("--all", "every", is_flag=True, help="Every dtype, class of head dims and mask.")
+@click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
+@click.option("--stats", is_flag=True, help="Show registers, spills, shared memory, seconds.")
+@as_json
+def compile_(
+    case: Any, arch: str | None, every: bool, kernel: str | None, stats: bool, as_json: bool
+) -> None:
+    """Compile kernels into the cache; no GPU is needed.
+
+    Exits with 1 if the compiler has a remark or spills a register.
+    """
+    from ._bench import units
+
+    archs = (arch or gpu_arch() or "").split(",")
+    if archs == [""]:
+        raise click.UsageError("there is no GPU here: name --arch, like sm_80,sm_90")
+    found = [
+        unit
+        for name in archs
+        for unit in (units.every(name) if every else [units.unit(case, name, kernel)])
+        if kernel in (None, unit.kernel)
+    ]
+    rows = []
+    with progress(len(found)) as tell:
+        for unit in found:
+            tell(f"{unit.kernel} {unit.arch} {unit.case}")
+            rows.append(unit.compile())
+    if as_json:
+        emit(rows)
+    elif stats:
+        table(grid(rows))
+    else:
+        click.echo(f"{len(rows)} kernels are in the cache")
+    bad = [row for row in rows if row["log"] or row["spill_stores"] or row["spill_loads"]]
+    for row in bad:
+        remark = row["log"] or "registers spill"
+        click.echo(f"{row['kernel']} {row['arch']} {row['head_dim']}: {remark}", err=True)
+    raise SystemExit(int(bool(bad)))
+
+
+@main.command()
+@click.option("--kernel", help="Check one kernel only.")
+@click.option("--quick", is_flag=True, help="Leave out the cases made for their throughput.")
+@as_json
+def check(kernel: str | None, quick: bool, as_json: bool) -> None:
+    """Compare real attention with the fp64 oracle: the CPU path, and every kernel of the GPU here.
+
+    Exits with 1 if anything fails.
+    """
+    from . import _check
+
+    kernels = _check.chosen(kernel)
+    with progress(len(kernels) * len(_check.table(quick))) as tell:
+        outcomes = _check.run(kernels, quick, tell)
+    failed = _check.failures(outcomes)
+    if as_json:
+        emit({"ok": not failed, "outcomes": [dataclasses.asdict(o) for o in outcomes]})
+    else:
+        table(_check.report(outcomes))
+        click.echo("\n".join(_check.summary(outcomes)))
+    for o in failed:
+        click.echo(f"failed: {o.kernel}: {o.check}, {o.case}: {o.message}", err=True)
+    raise SystemExit(int(bool(failed)))
+
+
+@main.command()
+@click.option("--suite", help="A named suite: generic, host or cpu.")
+@click.option("--render", type=click.Path(exists=True, path_type=Path), help="Show a results file.")
+@click.option("--dtype", default="bf16", show_default=True, help="Comma list.")
+@click.option("--batch", type=Sizes(), default="1", show_default=True, help="Comma list.")
+@click.option("--tokens", type=int, help="Let batch be this over the length.")
+@click.option("--len-q", type=Sizes(), default="1024,4096", show_default=True, help="Comma list.")
+@click.option("--len-k", type=Sizes(), help="Comma list; by default as --len-q.")
+@click.option("--heads", type=Sizes(), default="16", show_default=True, help="Comma list.")
+@click.option("--heads-k", type=Sizes(), help="Comma list; by default as --heads.")
+@click.option("--head-dim", type=Sizes(), default="64,128", show_default=True, help="Comma list.")
+@click.option("--head-dim-v", type=Sizes(), help="Comma list; by default as --head-dim.")
+@click.option("--mask", default="full,causal", show_default=True, help="Also window:L,R.")
+@click.option("--vs", default="auto", show_default=True, help="Peers: auto, all, none or names.")
+@click.option("--kernel", help="Force one of our kernels.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto")
+@click.option("--rounds", default=5, show_default=True, help="Rounds, each of everyone in turn.")
+@click.option("--budget", default=0.1, show_default=True, help="Seconds per round and column.")
+@click.option("--metric", default="", help="tflops, gbps, kernel_us or call_us.")
+@click.option("--save", type=click.Path(path_type=Path), help="Also write the results file.")
+@click.option(
+    "-o",
+    "--output",
+    default="table",
+    show_default=True,
+    type=click.Choice(["table", "md", "json", "jsonl", "csv"]),
+)
+def bench(output: str, save: Path | None, render: Path | None, metric: str, **options: Any) -> None:
+    """Time attention and every importable peer in turn, results checked first.
+
+    Comma lists sweep. Exits with 1 if cupyflash fails anywhere.
+    """
+    from ._bench import results, sweep
+
+    if render:
+        document = results.load(render)
+    else:
+        asked = sweep.Sweep(**options)
+        groups = asked.groups()
+        with progress(sum(len(group.cases) for group in groups)) as tell:
+            name = asked.suite or "sweep"
+            document = sweep.document(name, groups, asked.effort(), tell)
+    if save:
+        results.save(document, save)
+    rows = document["rows"]
+    if output == "table":
+        table(results.rich_table(rows, metric))
+    else:
+        click.echo(results.text(document, output, metric))
+    for fault in results.faults(rows):
+        click.echo(fault, err=True)
+    raise SystemExit(int(results.own_failed(rows)))
+
+
+@main.group()
+def cache() -> None:
+    """Look at the compiled kernels on disk."""
+
+
+@cache.command("path")
+def cache_path() -> None:
+    """Print the folder."""
+    from . import _jit
+
+    click.echo(_jit.cache_dir())
+
+
+@cache.command("list")
+@as_json
+def cache_list(as_json: bool) -> None:
+    """List the compiled kernels."""
+    from . import _jit
+
+    rows = [usage(cubin) | {"path": str(cubin.path)} for cubin in _jit.cache_entries()]
+    if as_json:
+        emit(rows)
+    elif rows:
+        table(grid(rows))
+    else:
+        click.echo("no compiled kernels", err=True)
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove the compiled kernels."""
+    from . import _jit
+
+    click.echo(f"removed {_jit.clear_cache()} kernels from {_jit.cache_dir()}")
+
+
+def usage(cubin: Any) -> dict[str, Any]:
+    """Return what a compiled kernel takes."""
+    return {"symbol": cubin.symbol, "arch": cubin.arch, **cubin.resources._asdict()}

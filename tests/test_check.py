@@ -1,0 +1,144 @@
+"""`cupyflash check`: it passes what is right, and a planted fault makes it fail."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cupyflash import UnsupportedProblem, _check, _cpu
+from cupyflash._bench.case import DTYPES, Case
+from cupyflash.cli import main
+
+SMALL = (
+    ("causal", Case("fp32", 1, 40, 50, 2, 1, 16, 16, "causal"), ()),
+    ("sink", Case("bf16", 1, 40, 40, 2, 2, 16, 16, "full"), ("sink",)),
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the table hold two small cases."""
+    monkeypatch.setattr(_check, "_TABLE", SMALL)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    """Let the CPU path compute rightly, and then ``fault`` spoil its output and LSE."""
+    right = _cpu.attention
+
+    def wrong(q, k, v, out, lse, **options) -> None:
+        right(q, k, v, out, lse, **options)
+        fault(out, lse)
+
+    monkeypatch.setattr(_cpu, "attention", wrong)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["check", "--kernel", "cpu", *arguments])
+
+
+def test_the_cpu_path_passes_every_quick_case() -> None:
+    done = run("--quick", "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["ok"]
+    assert [o["status"] for o in answer["outcomes"]] == ["ok"] * len(_check.table(quick=True))
+    assert all(o["bound_ratio"] <= 1 for o in answer["outcomes"])
+
+
+@pytest.mark.usefixtures("small")
+def test_the_table_shows_errors_times_and_throughput() -> None:
+    done = run()
+    assert done.exit_code == 0
+    for word in ("max error", "LSE error", "time", "GFLOP/s", "causal", "sink", "ok"):
+        assert word in done.stdout
+    assert "cpu: 2 passed, 0 failed" in done.stdout
+    assert done.stderr == ""
+
+
+def spoil_one_element(out: np.ndarray, lse: np.ndarray) -> None:
+    out[-1, -1, -1, -1] += 0.1
+
+
+def spoil_the_lse(out: np.ndarray, lse: np.ndarray) -> None:
+    lse[-1, -1, -1] += 0.01
+
+
+def leave_a_nan(out: np.ndarray, lse: np.ndarray) -> None:
+    out[0, 0, 0, 0] = np.nan
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("fault", [spoil_one_element, spoil_the_lse, leave_a_nan])
+def test_a_planted_fault_fails_the_check(monkeypatch, fault) -> None:
+    plant(monkeypatch, fault)
+    done = run()
+    assert done.exit_code == 1
+    assert "cpu: 0 passed, 2 failed" in done.stdout
+    assert done.stderr.count("failed: cpu:") == 2
+    assert "fp32 B1 S40x50 H2/1 D16 causal" in done.stderr
+
+
+@pytest.mark.usefixtures("small")
+def test_a_fault_in_one_case_is_told_from_the_others(monkeypatch) -> None:
+    def spoil_bf16(out: np.ndarray, lse: np.ndarray) -> None:
+        if out.dtype == DTYPES["bf16"]:
+            out[...] = 0
+
+    plant(monkeypatch, spoil_bf16)
+    done = run("--json")
+    assert done.exit_code == 1
+    assert [o["status"] for o in json.loads(done.stdout)["outcomes"]] == ["ok", "failed"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_crash_is_a_failure(monkeypatch) -> None:
+    def crash(out: np.ndarray, lse: np.ndarray) -> None:
+        raise ZeroDivisionError("planted")
+
+    plant(monkeypatch, crash)
+    done = run()
+    assert done.exit_code == 1
+    assert "ZeroDivisionError: planted" in done.stderr
+
+
+@pytest.mark.usefixtures("small")
+def test_a_refusal_is_no_failure_unless_all_is_refused(monkeypatch) -> None:
+    refused = {"sink"}
+
+    def call(*arrays, **options):
+        if "learnable_sink" in options or "causal" in refused:
+            raise UnsupportedProblem("not here")
+        return right(*arrays, **options)
+
+    right = _check.attention
+    monkeypatch.setattr(_check, "attention", call)
+    done = run()
+    assert done.exit_code == 0
+    assert "cpu: 1 passed, 0 failed, 1 not for this kernel" in done.stdout
+    refused.add("causal")
+    done = run()
+    assert done.exit_code == 1
+    assert "it took no case of the table" in done.stderr
+
+
+def test_an_unknown_kernel_is_a_usage_error() -> None:
+    done = CliRunner().invoke(main, ["check", "--kernel", "attention_fwd_sm10"])
+    assert done.exit_code == 2
+    assert "`kernel` must be one of cpu" in done.stderr.replace("\n", " ")
+
+
+def test_every_case_has_its_own_inputs_and_every_feature_is_used() -> None:
+    rows = [(case, features) for _, case, features in _check.table()]
+    assert len(set(rows)) == len(rows)
+    assert {f for _, features in rows for f in features} == {*_check.FEATURES, "bhsd"}
+    assert {case.dtype for case, _ in rows} == set(DTYPES)
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_the_gpu_passes() -> None:
+    done = CliRunner().invoke(main, ["check", "--json"])
+    answer = json.loads(done.stdout)
+    assert {o["kernel"] for o in answer["outcomes"]} >= {"cpu", "attention_fwd_sm80"}
+    assert done.exit_code == 0, done.stderr

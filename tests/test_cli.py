@@ -1,0 +1,308 @@
+"""The command line: what goes where, exit codes, and machine-readable answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from cupyflash import __version__
+from cupyflash._bench import environment
+from cupyflash._kernels import KERNELS
+from cupyflash.cli import main
+
+COMMANDS = sorted(main.commands)
+TINY = ["--len-q", "16", "--heads", "1", "--head-dim", "8", "--rounds", "1", "--budget", "0.0001"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def leaves(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for name, command in group.commands.items():
+        inner = isinstance(command, click.Group)
+        found += leaves(command, (*path, name)) if inner else [(*path, name)]
+    return found
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "gpu_present", lambda: False)
+
+
+def test_the_promised_commands_are_there() -> None:
+    promised = {"info", "list", "explain", "show", "check", "bench", "compile", "cache"}
+    assert promised <= set(COMMANDS)
+    assert {("cache", name) for name in ("path", "list", "clear")} <= set(leaves(main))
+
+
+@pytest.mark.parametrize("command", leaves(main), ids=" ".join)
+def test_every_command_and_option_says_what_it_is(command: tuple[str, ...]) -> None:
+    found: Any = main
+    for name in command:
+        found = found.commands[name]
+    assert found.help.splitlines()[0].endswith(".")
+    done = run(*command, "--help")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("Usage:")
+
+
+def test_help_and_version_import_no_framework() -> None:
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from cupyflash.cli import main\n"
+        f"for words in {[[*c, '--help'] for c in leaves(main)]} + [['--help'], ['--version']]:\n"
+        "    assert CliRunner().invoke(main, words).exit_code == 0, words\n"
+        "print({'cupy', 'torch', 'jax'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_version_is_the_packages() -> None:
+    assert __version__ in run("--version").stdout
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing"],
+        ["list", "--no-such-option"],
+        ["bench", "--len-q", "1k"],
+        ["bench", "--mask", "diagonal"],
+        ["bench", "--mask", "window:-5,0", *TINY],
+        ["bench", "--dtype", "int8"],
+        ["bench", "--batch", "-1"],
+        ["bench", "--vs", "fa9"],
+        ["bench", "--suite", "fast"],
+        ["bench", "-o", "xml"],
+        ["show"],
+        ["show", "--arch", "hopper"],
+        ["compile"],
+        ["check", "--kernel", "fast"],
+    ],
+    ids=" ".join,
+)
+def test_a_usage_error_exits_with_2_and_a_sentence(words: list[str]) -> None:
+    done = run(*words)
+    assert done.exit_code == 2, done.output
+    assert "Error: " in done.stderr
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--device", "cuda", *TINY],
+        ["bench", "--suite", "generic"],
+        ["check", "--kernel", "attention_fwd_sm80"],
+        ["show", "--arch", "sm_90", "--head-dim", "512"],
+        ["show", "--arch", "sm_90", "--dtype", "fp64"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_done_here_exits_with_1_and_a_sentence(words: list[str]) -> None:
+    done = run(*words)
+    assert done.exit_code == 1, done.output
+    assert done.stderr.startswith("Error: ")
+    assert done.stdout == ""
+
+
+def test_list_is_the_dispatch_table() -> None:
+    shown = run("list")
+    assert shown.exit_code == 0
+    for row in KERNELS:
+        assert row.name in shown.stdout
+    assert [row["kernel"] for row in json.loads(run("list", "--json").stdout)] == [
+        row.name for row in KERNELS
+    ]
+
+
+def test_info_says_what_is_here(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
+    answer = json.loads(run("info", "--json").stdout)
+    assert answer["cupyflash"] == __version__
+    assert answer["cache"] == str(tmp_path)
+    assert answer["cached_kernels"] == 0
+    assert {"gpu", "driver", "cuda", "nvrtc", "torch", "jax", "cupy"} <= set(answer)
+    shown = run("info")
+    assert "nvrtc" in shown.stdout
+    assert str(tmp_path) in shown.stdout
+
+
+# --- explain, show, compile, cache ---
+
+
+def test_explain_needs_no_gpu() -> None:
+    done = run("explain", "--arch", "sm_90", "--mask", "causal", "--head-dim", "128")
+    assert done.exit_code == 0
+    assert "attention_fwd_sm80" in done.stdout
+    answer = json.loads(run("explain", "--arch", "sm_90", "--json").stdout)
+    assert answer["kernel"] == "attention_fwd_sm80"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_explain_without_a_gpu_speaks_of_the_cpu_path() -> None:
+    assert json.loads(run("explain", "--json").stdout)["kernel"] == "cpu"
+
+
+def test_explain_says_why_nothing_fits() -> None:
+    done = run("explain", "--arch", "sm_90", "--head-dim", "512")
+    assert done.exit_code == 1
+    assert "attention_fwd_sm80" in done.stdout + done.stderr
+    assert "256" in done.stdout + done.stderr
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """Keep compiled kernels from run to run."""
+    pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
+    folder = pytestconfig.cache.mkdir("cupyflash-kernels")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_show_prints_the_unit_and_what_it_takes() -> None:
+    words = ["show", "--arch", "sm_80", "--head-dim", "64", "--mask", "causal"]
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    assert "struct Config {" in done.stdout
+    assert '#include "kernels/attention_fwd_sm80.cu"' in done.stdout
+    assert "registers" in done.stdout
+    answer = json.loads(run(*words, "--json").stdout)
+    assert answer["unit"] in done.stdout
+    assert answer["resources"]["registers"] > 0
+    assert answer["resources"]["dynamic_shared"] > 0
+
+
+@pytest.mark.usefixtures("kernels")
+def test_compile_fills_the_cache_for_several_architectures() -> None:
+    words = ["compile", "--arch", "sm_80,sm_90", "--head-dim", "64", "--mask", "causal"]
+    rows = json.loads(run(*words, "--json").stdout)
+    assert [(row["arch"], row["spill_stores"], row["log"]) for row in rows] == [
+        ("sm_80", 0, ""),
+        ("sm_90", 0, ""),
+    ]
+    assert run(*words).stdout == "2 kernels are in the cache\n"
+    assert "registers" in run(*words, "--stats").stdout
+    listed = json.loads(run("cache", "list", "--json").stdout)
+    assert {"sm_80", "sm_90"} <= {row["arch"] for row in listed}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_all_means_every_class_of_a_kernel(monkeypatch) -> None:
+    from cupyflash._bench import units
+
+    compiled = []
+    monkeypatch.setattr(units.Unit, "compile", lambda unit: compiled.append(unit) or ROW)
+    assert run("compile", "--arch", "sm_80", "--all").exit_code == 0
+    seen = {(unit.case.dtype, unit.case.head_dim, unit.case.mask) for unit in compiled}
+    assert {case[:2] for case in seen} == {
+        (dtype, dim) for dtype in units.DTYPES for dim in units.HEAD_DIMS
+    }
+    assert {case[2] for case in seen} == set(units.MASKS)
+    assert len({unit.text for unit in compiled}) == len(compiled)
+
+
+ROW = {
+    "kernel": "k", "arch": "sm_80", "dtype": "bf16", "head_dim": 64, "log": "", "spill_stores": 0,
+    "spill_loads": 0,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fault", [{"log": "warning"}, {"spill_loads": 4}])
+def test_a_remark_or_a_spill_fails_the_compile(monkeypatch, fault: dict) -> None:
+    from cupyflash._bench import units
+
+    monkeypatch.setattr(units.Unit, "compile", lambda unit: ROW | fault)
+    done = run("compile", "--arch", "sm_80")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("k sm_80 64: ")
+
+
+def test_cache_path_list_and_clear(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
+    assert run("cache", "path").stdout.strip() == str(tmp_path)
+    assert json.loads(run("cache", "list", "--json").stdout) == []
+    done = run("cache", "list")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert run("cache", "clear").stdout == f"removed 0 kernels from {tmp_path}\n"
+
+
+# --- bench ---
+
+BENCH = ["bench", "--device", "cpu", "--vs", "none", "--dtype", "fp32", *TINY]
+
+
+def test_bench_sweeps_the_product_of_its_lists() -> None:
+    done = run(*BENCH, "--mask", "full,window:4,0", "--batch", "1,2", "-o", "json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["mask"], row["batch"]) for row in rows] == [
+        ("full", 1), ("full", 2), ("window:4,0", 1), ("window:4,0", 2),
+    ]  # fmt: skip
+    assert {row["impl"] for row in rows} == {"cupyflash"}
+    assert done.stderr == ""
+
+
+def test_bench_lets_the_batch_follow_from_the_tokens() -> None:
+    done = run(*BENCH, "--len-q", "8,16", "--tokens", "32", "--mask", "full", "-o", "json")
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["len_q"], row["batch"]) for row in rows] == [(8, 4), (16, 2)]
+
+
+@pytest.mark.parametrize("form", ["table", "md", "jsonl", "csv"])
+def test_bench_answers_in_every_form(form: str) -> None:
+    done = run(*BENCH, "--mask", "causal", "-o", form)
+    assert done.exit_code == 0, done.output
+    assert "causal" in done.stdout
+    if form == "jsonl":
+        assert [json.loads(line)["mask"] for line in done.stdout.splitlines()] == ["causal"]
+    if form == "csv":
+        assert len(done.stdout.splitlines()) == 2
+
+
+def test_bench_saves_and_renders_results(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = run(*BENCH, "--mask", "causal", "--save", str(path), "-o", "md")
+    assert first.exit_code == 0, first.output
+    again = run("bench", "--render", str(path), "-o", "md")
+    assert again.stdout == first.stdout
+    assert set(json.loads(path.read_text())) == {"env", "rows"}
+
+
+def test_a_wrong_result_of_ours_fails_the_bench(monkeypatch) -> None:
+    from cupyflash import _cpu
+
+    monkeypatch.setattr(_cpu, "attention", lambda q, k, v, out, lse, **_: out.fill(3))
+    done = run(*BENCH, "--mask", "causal", "-o", "json")
+    assert done.exit_code == 1
+    assert "wrong:" in done.stderr
+    assert json.loads(done.stdout)["rows"][0]["kernel_us"] is None
+
+
+def test_the_scripts_of_bench_write_and_print_a_results_file(monkeypatch, tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    words = ["cpu", "--rounds", "1", "--budget", "0.0001", "--out", str(tmp_path)]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    subprocess.run([sys.executable, root / "bench/run.py", *words], check=True, capture_output=True)
+    (path,) = tmp_path.glob("*-cpu.json")
+    assert {row["suite"] for row in json.loads(path.read_text())["rows"]} == {"cpu"}
+    done = subprocess.run(
+        [sys.executable, root / "bench/table.py", path],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert path.name in done.stdout
+    assert "| fwd | fp32 | 1 | 2048 | 8 | 64 | causal |" in done.stdout
