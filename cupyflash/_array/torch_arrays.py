@@ -25,7 +25,7 @@ class TorchAdapter(Adapter):
 
     def facts(self, x: Any) -> tuple[Any, ...]:
         try:
-            return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+            return (x.shape, x.stride(), x.dtype, x.device, self.grad_needed(x), x.is_neg())
         except RuntimeError:  # sparse and nested tensors: equal to nothing, so `array` judges them
             return (object(),)
 
