@@ -59,8 +59,7 @@ def number(name: str, value: Any) -> float:
         value = value[()]
     elif hasattr(value, "shape") and not isinstance(value, np.generic):
         value = _element(name, value)
-    real = isinstance(value, numbers.Real) or (isinstance(value, np.generic) and _is_float(value))
-    if not real or isinstance(value, bool):
+    if not _is_real(value):
         raise InvalidType(f"`{name}` must be a real number, got {value!r:.60}: pass a float")
     try:
         return float(value)
@@ -68,9 +67,10 @@ def number(name: str, value: Any) -> float:
         return math.inf
 
 
-def _is_float(value: np.generic) -> bool:
-    """Whether a NumPy scalar is one of ml_dtypes' floats, which `numbers` does not know."""
-    return value.dtype.kind == "V" and hasattr(value, "__float__") and "float" in value.dtype.name
+def _is_real(value: Any) -> bool:
+    if isinstance(value, np.generic):  # the kind of ml_dtypes' floats is V
+        return value.dtype.kind in "fiu" or "float" in value.dtype.name
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _element(name: str, value: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ._array import Array, contiguous_strides
+from ._array import Array, contiguous_strides, normal_strides
 from ._array.host import host_view
 
 __all__ = ["broadcast", "overlap", "overlaps_itself", "permuted", "span", "strides_like"]
@@ -46,10 +46,10 @@ def strides_like(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
         array.shape[axis] == 1 or array.strides[axis] == packed[place]
         for place, axis in enumerate((*order, last))
     )
-    if not dense or 0 in shape:
+    if not dense or 0 in shape or 0 in array.shape:
         return contiguous_strides(shape)
     packed = contiguous_strides((*(shape[axis] for axis in order), shape[last]))
-    return (*(packed[order.index(axis)] for axis in range(last)), 1)
+    return normal_strides(shape, (*(packed[order.index(axis)] for axis in range(last)), 1))
 
 
 def overlap(a: Array, b: Array) -> bool:
