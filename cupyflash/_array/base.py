@@ -102,10 +102,16 @@ def host_dtype(name: str) -> np.dtype:
 
 def dtype_name(dtype: np.dtype, name: str) -> str:
     """Return the name of a NumPy dtype; InvalidType if it is none of ``ITEMSIZES``."""
-    known = dtype.name if dtype.isnative else dtype.str
-    if known not in ITEMSIZES:
-        raise unknown_dtype(known, name)
+    known = _names().get(dtype)
+    if known is None:
+        raise unknown_dtype(dtype.name if dtype.isnative else dtype.str, name)
     return known
+
+
+@functools.cache
+def _names() -> dict[np.dtype, str]:
+    # A look-up here takes a hundredth of the time of dtype.name.
+    return {host_dtype(name): name for name in ITEMSIZES}
 
 
 def unknown_dtype(dtype: str, name: str) -> InvalidType:

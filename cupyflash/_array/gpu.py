@@ -1,11 +1,14 @@
 """CuPy arrays, and which CUDA device is current."""
 
 import functools
+import math
 import sys
 from typing import Any
 
+import numpy as np
+
 from .._jit import import_cupy
-from .base import HOST, Adapter, Array, dtype_name, element_strides, host_dtype
+from .base import HOST, Adapter, Array, contiguous_strides, dtype_name, element_strides, host_dtype
 
 
 class CupyAdapter(Adapter):
@@ -54,13 +57,19 @@ class CupyAdapter(Adapter):
 def empty_strided(cupy: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
     """Allocate a dense CuPy array on the current device, by CuPy's current allocator."""
     # The constructor itself: cupy.empty adds two layers of Python around it.
+    kind, size, steps = _storage(shape, strides, dtype)
+    return cupy.ndarray(shape, kind, cupy.cuda.alloc(size), steps)
+
+
+@functools.lru_cache(maxsize=1024)
+def _storage(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: str
+) -> tuple[np.dtype, int, tuple[int, ...] | None]:
+    """Return the dtype, the bytes, and the strides in bytes unless they are C-contiguous."""
     kind = host_dtype(dtype)
-    size = kind.itemsize
-    bytes_ = size
-    for length in shape:
-        bytes_ *= length
-    memory = cupy.cuda.alloc(bytes_)
-    return cupy.ndarray(shape, kind, memory, tuple(stride * size for stride in strides))
+    steps = tuple(stride * kind.itemsize for stride in strides)
+    contiguous = strides == contiguous_strides(shape)
+    return kind, math.prod(shape) * kind.itemsize, None if contiguous else steps
 
 
 def contiguous_last(cupy: Any, x: Any) -> Any:

@@ -27,7 +27,7 @@ class JaxAdapter(Adapter):
                 "arrays only"
             )
         dtype = element_type(x, name)
-        device = _ordinal(x, name)
+        device = device_of(x, name)
         return Array(
             pointer=self.pointer(x),
             shape=x.shape,
@@ -51,18 +51,20 @@ def element_type(x: Any, name: str) -> str:
     return dtype_name(x.dtype if isinstance(x.dtype, np.dtype) else np.dtype(object), name)
 
 
-def _ordinal(x: Any, name: str) -> int:
-    """Return the CUDA ordinal of a JAX array, or HOST."""
-    devices = x.devices()
-    if len(devices) != 1:
+def device_of(x: Any, name: str) -> int:
+    """Return the CUDA ordinal of a JAX array's device, or HOST."""
+    device, *others = x.devices()
+    if others:
         raise InvalidArgument(
-            f"`{name}` is sharded over {len(devices)} devices: call inside jax.shard_map"
+            f"`{name}` is sharded over {1 + len(others)} devices: call inside jax.shard_map"
         )
-    (device,) = devices
+    return ordinal(device, name)
+
+
+def ordinal(device: Any, name: str) -> int:
+    """Return the CUDA ordinal of one of JAX's devices, or HOST."""
     if device.platform == "cpu":
         return HOST
-    if device.platform not in ("gpu", "cuda"):
-        raise InvalidType(
-            f"`{name}` must be on the CPU or on an NVIDIA GPU, got {device.platform}: move it"
-        )
+    if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version:
+        raise InvalidType(f"`{name}` must be on the CPU or on an NVIDIA GPU, got {device}: move it")
     return int(device.local_hardware_id)

@@ -18,14 +18,16 @@ class TorchAdapter(Adapter):
         self._torch = torch
         self._dtypes = {n: getattr(torch, n) for n in ITEMSIZES if hasattr(torch, n)}
         self._names = {dtype: n for n, dtype in self._dtypes.items()}
+        self._grad_enabled = torch.is_grad_enabled
         # What PyTorch's own compiled code asks; the public way makes a Stream object each time.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         public = lambda device: torch.cuda.current_stream(device).cuda_stream  # noqa: E731
         self.stream = raw or public  # type: ignore[method-assign]
 
     def facts(self, x: Any) -> tuple[Any, ...]:
+        wanted = x.requires_grad and self._grad_enabled()
         try:
-            return (x.shape, x.stride(), x.dtype, x.device, self.grad_needed(x), x.is_neg())
+            return (x.shape, x.stride(), x.dtype, x.device, wanted, x.is_neg())
         except RuntimeError:  # sparse and nested tensors: equal to nothing, so `array` judges them
             return (object(),)
 
@@ -94,4 +96,4 @@ class TorchAdapter(Adapter):
         return bool(self._torch.cuda.is_current_stream_capturing())
 
     def grad_needed(self, x: Any) -> bool:
-        return bool(x.requires_grad and self._torch.is_grad_enabled())
+        return bool(x.requires_grad and self._grad_enabled())

@@ -1,0 +1,307 @@
+"""JAX arrays and tracers: a call becomes one operation of XLA, whose buffers a callback is given.
+
+While JAX traces, the call is checked, its kernel chosen and loaded; when XLA runs, the callback
+computes on XLA's memory and stream. Under ``vmap`` it sees the mapped dimensions in front: they
+join the batch where strides allow that, otherwise the items run one by one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from . import _jit
+from ._array import (
+    HOST,
+    ITEMSIZES,
+    Array,
+    adapter_of,
+    contiguous_strides,
+    device_guard,
+    dlpack,
+    host_dtype,
+)
+from ._array.base import dtype_name
+from ._array.host import host_view
+from ._array.jax_arrays import device_of, element_type, is_tracer, ordinal
+from ._kernels import select
+from ._launch import Bound, bind
+from ._philox import seed_offset
+from ._problem import DTYPES, METADATA, Problem, describe
+from .errors import InvalidArgument, UnsupportedProblem
+
+__all__ = ["attention"]
+
+CORE = ("q", "k", "v")
+ALIGNMENT = 16  # bytes of the widest access
+
+Records = dict[str, Array]
+Views = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # shapes and strides of q, k and v
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """All of a call but its arrays, hashable: JAX compiles each once."""
+
+    problem: Problem
+    ranks: tuple[tuple[str, int], ...]  # of the arrays in order, without what `vmap` adds
+    layout: str
+    return_lse: bool
+    kernel: str | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The scalar arguments, as `describe` takes them."""
+        problem, band = self.problem, self.problem.band
+        return {
+            "softmax_scale": problem.scale,
+            "window_size": (band.left, band.right),
+            "alignment": band.alignment,
+            "softcap": problem.softcap,
+            "dropout_p": problem.dropout_p,
+            "layout": self.layout,
+        }
+
+
+# While JAX traces
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    rng_state: Any = None,
+    layout: str = "bshd",
+    **options: Any,
+) -> Any:
+    """Compute attention of JAX arrays, eagerly or inside ``jit`` and ``vmap``.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, kernel, layout
+        As `cupyflash.attention` takes them.
+    out
+        Must be None.
+    rng_state
+        A pair of integers, or an array of them, which is read when XLA runs.
+    options
+        The other arguments of `cupyflash.attention`; its arrays only where they are not None.
+
+    Returns
+    -------
+    out, or (out, lse)
+    """
+    if out is not None:
+        raise InvalidArgument(
+            "`out` must be None for JAX arrays, which cannot be written: use the result"
+        )
+    arrays = {"q": q, "k": k, "v": v}
+    for name in DTYPES:
+        if name in options:
+            x = options.pop(name)
+            arrays[name] = np.asarray(x) if name in METADATA and isinstance(x, tuple | list) else x
+    device = _device(arrays)
+    records = {name: _record(x, name, device) for name, x in arrays.items()}
+    seed = None if rng_state is None else _words(rng_state)
+    problem, _ = describe(
+        records,
+        arch=None if device == HOST else _jit.compute_capability(device),
+        rng_state=None if seed is None else (0, 0),
+        layout=layout,
+        **options,
+    )
+    select(problem, kernel)
+    if problem.dropout_p:
+        arrays["rng_state"] = seed
+    ranks = tuple((name, len(x.shape)) for name, x in arrays.items())
+    call = Call(problem, ranks, layout, bool(return_lse), kernel)
+    if device != HOST:
+        _bound(call, _views(records), device, 0)
+    results = _program()(call, *arrays.values())
+    return results if return_lse else results[0]
+
+
+def _device(arrays: dict[str, Any]) -> int:
+    """Return where the arrays are, or where traced ones will be by default."""
+    import jax
+
+    if not any(map(is_tracer, arrays.values())):
+        return device_of(arrays["q"], "q")
+    default = jax.config.jax_default_device
+    if not hasattr(default, "platform"):  # None, or the name of a backend
+        default = jax.local_devices(backend=default)[0]
+    return ordinal(default, "q")
+
+
+def _record(x: Any, name: str, device: int) -> Array:
+    """Return the record of an argument that JAX knows, without its memory; `device` if traced."""
+    adapter = adapter_of(x, name)
+    if adapter.framework != "jax":
+        return adapter.array(x, name)
+    return Array(
+        pointer=0,
+        shape=x.shape,
+        strides=contiguous_strides(x.shape),
+        dtype=element_type(x, name),
+        device=device if is_tracer(x) else device_of(x, name),
+        framework="jax",
+        readonly=True,
+        owner=None,
+    )
+
+
+@functools.cache
+def _program() -> Any:
+    """Return the operation of a `Call` and its arrays, which refuses to be differentiated."""
+    import jax
+    from jax.experimental.buffer_callback import buffer_callback
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def compute(call: Call, *arrays: Any) -> Any:
+        problem = call.problem
+        shapes = [((*arrays[0].shape[:-1], problem.head_dim_v), problem.output_dtype)]
+        if call.return_lse:
+            shapes += [((problem.batch, problem.heads_q, problem.len_q), problem.lse_dtype)]
+        return buffer_callback(
+            functools.partial(_compute, call),
+            tuple(jax.ShapeDtypeStruct(shape, host_dtype(dtype)) for shape, dtype in shapes),
+            vmap_method="expand_dims",
+            command_buffer_compatible=problem.arch is not None,  # its kernel is loaded by now
+        )(*arrays)
+
+    @compute.defjvp
+    def refuse(call: Call, primals: Any, tangents: Any) -> Any:
+        raise UnsupportedProblem(
+            "attention cannot be differentiated, it has no backward pass yet: use "
+            "jax.lax.stop_gradient on its inputs"
+        )
+
+    return jax.jit(compute, static_argnums=0)
+
+
+def _words(rng_state: Any) -> Any:
+    """Return a random state as an array of JAX's, or as one that it takes without 64-bit types."""
+    if hasattr(rng_state, "dtype") and not isinstance(rng_state, np.ndarray):
+        kind = element_type(rng_state, "rng_state")
+        seed_offset(np.zeros(rng_state.shape, kind))  # refuses other types and shapes
+        return rng_state
+    low = [part >> shift & 0xFFFFFFFF for part in seed_offset(rng_state) for shift in (0, 32)]
+    return np.array(low, np.uint32)
+
+
+# While XLA runs
+
+
+def _compute(call: Call, context: Any, results: Any, *buffers: Any) -> None:
+    """Compute from XLA's buffers into others of its."""
+    names = [name for name, _ in call.ranks]
+    records = dict(zip(names, map(_buffer, buffers), strict=True))
+    records |= zip(("out", "lse"), map(_buffer, results), strict=False)
+    ranks = {**dict(call.ranks), "out": 4, "lse": 3}
+    device = records["q"].device
+    if device == HOST:
+        for item in _items(records, ranks):
+            _on_host(call, item)
+    else:
+        with device_guard(device):
+            for item in _items(records, ranks):
+                _on_gpu(call, item, context.stream)
+
+
+def _buffer(buffer: Any) -> Array:
+    """Return the record of one of XLA's buffers, which lives as long as the callback runs."""
+    if buffer.__dlpack_device__()[0] == dlpack.CPU:
+        x = np.asarray(buffer)
+        return adapter_of(x, "buffer").array(x, "buffer")
+    return Array(
+        pointer=buffer.__cuda_array_interface__["data"][0],
+        shape=buffer.shape,
+        strides=contiguous_strides(buffer.shape),
+        dtype=dtype_name(buffer.dtype, "buffer"),
+        device=buffer.__dlpack_device__()[1],
+        framework="jax",
+        readonly=False,
+        owner=buffer,
+    )
+
+
+def _items(records: Records, ranks: dict[str, int]) -> Iterator[Records]:
+    """Yield the calls to make: one, if there are no mapped dimensions or they join the batch."""
+    mapped = records["out"].shape[:-4]
+    folded = {name: _fold(x, ranks[name], mapped) for name, x in records.items()}
+    if records.keys() <= {*CORE, "out", "lse"} and all(folded.values()):
+        yield {name: x for name, x in folded.items() if x is not None}
+        return
+    for index in np.ndindex(mapped):
+        yield {name: _item(x, ranks[name], index) for name, x in records.items()}
+
+
+def _fold(x: Array, rank: int, mapped: tuple[int, ...]) -> Array | None:
+    """Return an array with the mapped dimensions in its batch, or None if no stride does that."""
+    own, (batch, *rest) = x.shape[:-rank], x.shape[-rank:]
+    strides = x.strides[-rank:]
+    if own != mapped:
+        if batch != 1 or math.prod(own) != 1:
+            return None
+        strides = (0, *strides[1:])
+    return x._replace(shape=(math.prod(mapped) * batch, *rest), strides=strides)
+
+
+def _item(x: Array, rank: int, index: tuple[int, ...]) -> Array:
+    """Return one item of an array; dimensions of size 1 repeat."""
+    steps = zip(x.shape[:-rank], x.strides, index, strict=False)
+    offset = sum(stride * i for size, stride, i in steps if size > 1)
+    return x._replace(
+        pointer=x.pointer + offset * ITEMSIZES[x.dtype],
+        shape=x.shape[-rank:],
+        strides=x.strides[-rank:],
+    )
+
+
+def _on_host(call: Call, item: Records) -> None:
+    """Compute one item in host memory."""
+    lse, state = item.pop("lse", None), item.pop("rng_state", None)
+    for name, limit in (("seqused_q", call.problem.len_q), ("seqused_k", call.problem.len_k)):
+        if name in item:  # values that nobody could check before are clamped
+            lengths = [min(max(n, 0), limit) for n in host_view(item[name]).tolist()]
+            item[name] = adapter_of(clamped := np.array(lengths), name).array(clamped, name)
+    problem, operands = describe(
+        item, arch=None, rng_state=None if state is None else host_view(state), **call.options
+    )
+    kernel = select(problem, call.kernel)
+    assert kernel.run is not None
+    kernel.run(problem, operands, None if lse is None else host_view(lse))
+
+
+def _on_gpu(call: Call, item: Records, stream: int) -> None:
+    """Launch one item; its device is current."""
+    q, k, v, out = (item[name].pointer for name in (*CORE, "out"))
+    lse = item["lse"].pointer if "lse" in item else 0
+    bound = _bound(call, _views(item), item["q"].device, (q | k | v | out) % ALIGNMENT)
+    bound(q, k, v, out, lse, stream)
+
+
+def _views(records: Records) -> Views:
+    return tuple((records[name].shape, records[name].strides) for name in CORE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(call: Call, views: Views, device: int, shift: int) -> Bound:
+    """Return the launch of a call's kernel, loaded, for arrays at multiples of 16 bytes + shift."""
+    records = {
+        name: Array(shift, *view, call.problem.dtype, device, "jax", True, None)
+        for name, view in zip(CORE, views, strict=True)
+    }
+    arch = _jit.compute_capability(device)
+    problem, operands = describe(records, arch=arch, **call.options)
+    kernel = select(problem, call.kernel)
+    assert kernel.launch is not None
+    with device_guard(device):
+        return bind(kernel.launch(problem, operands), device)
