@@ -62,12 +62,14 @@ class Request(NamedTuple):
     extras: dict[str, Any]
 
     def arrays(self) -> dict[str, Any]:
-        """Return the array arguments that are not None, by name; lengths may be plain lists."""
-        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, **self.extras}
+        """Return the arrays that there are, by name; lengths may be plain lists."""
+        named = {"q": self.q, "k": self.k, "v": self.v, **self.extras}
+        named.pop("rng_state", None)
+        if self.out is not None:
+            named["out"] = self.out
         return {
             name: np.asarray(x) if name in METADATA and isinstance(x, tuple | list) else x
             for name, x in named.items()
-            if x is not None and name != "rng_state"
         }
 
 

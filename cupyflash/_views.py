@@ -64,6 +64,8 @@ def overlap(a: Array, b: Array) -> bool:
 
 def overlaps_itself(array: Array) -> bool:
     """Return whether two elements share bytes (True also for some rare views where none do)."""
+    if 0 in array.shape:
+        return False
     extent = 0
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if size > 1 and stride <= extent:
