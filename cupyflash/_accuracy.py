@@ -6,7 +6,8 @@ to the output dtype, has them, and
     |out - ref| <= 2 max_(b,h) |plain - ref| + u (|ref| + rms)
 
 where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype
-and rms = sqrt(sum_j P_ij^2 V_j^2). Gradients likewise. For the LSE
+and rms = sqrt(sum_j P_ij^2 V_j^2); a sum of nothing or of zeros is exactly 0. Gradients likewise,
+without that. For the LSE
 
     |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
 """
@@ -55,9 +56,10 @@ def verdict(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> Verdi
     ref, ref_lse = reference.attention(q, k, v, **options)
     plain, plain_lse = reference.plain(q, k, v, **options)
     worst = _worst(packed.pack(_distance(plain, ref)), packed.spans_q)
-    allowed = 2 * packed.unpack(worst, packed.shape_q)
-    rounding = np.abs(ref) + reference.rms(q, k, v, **options)
-    of_out = _compare("out", out, ref, plain.dtype, allowed + _roundoff(plain.dtype) * rounding)
+    terms = np.abs(ref) + reference.rms(q, k, v, **options)
+    allowed = 2 * packed.unpack(worst, packed.shape_q) + _roundoff(plain.dtype) * terms
+    bound = np.where(terms == 0, 0, allowed)
+    of_out = _compare("out", out, ref, plain.dtype, bound)
     if lse is None:
         return _conclude(of_out)
     worst = _worst(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
