@@ -44,9 +44,15 @@ struct Inputs {
   Operand<T, BLOCK_K, HEAD_DIM_V> v[STAGES];
 };
 
-union Shared {
-  Inputs in;
-  Staging<T, BLOCK_Q, HEAD_DIM_V> o;  // when the last product has read the inputs
+struct Shared {
+  union {
+    Inputs in;
+    Staging<T, BLOCK_Q, HEAD_DIM_V> o;  // when the last product has read the inputs
+  };
+  // What the loop needs of its surroundings, kept here because O and S leave no registers for it.
+  const Element *k, *v;  // this head's
+  int q_begin;           // first row of the tile
+  Mask mask;
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
@@ -58,20 +64,20 @@ using Output = Fragment<WARP_Q, HEAD_DIM_V>;
 
 // Hides the pairs beyond the mask or the end of the keys. Scores are replaced, not added to: whatever a hidden key
 // holds is gone.
-DEVICE void hide(Scores &s, const Params &p, const Mask &mask, int q, int k, int lane) {
+DEVICE void hide(Scores &s, const Params &p, const Mask &mask, int q, int k, u32 lane) {
   s.each([&](float &score, int r, int c) {
     const int key = k + Scores::column(c, lane);
     if (key >= p.len_k || !mask.keep(q + Scores::row(r, lane), key)) score = -INFINITE;
   });
 }
 
-DEVICE Work work_of(int block, const Params &p) {
+DEVICE Work work_of(u32 block, const Params &p) {
   return Work(block, (p.len_q + BLOCK_Q - 1) / BLOCK_Q, p.heads_q, p.batch, p.group);
 }
 
 // Writes this warp's rows of O and LSE.
 DEVICE void store(const Params &p, const Work &work, Shared &shared, const Output &o, const float (&lse)[Output::ROWS],
-                  int warp, int lane) {
+                  int warp, u32 lane) {
   const int q_begin = work.tile * BLOCK_Q, warp_q = warp * WARP_Q;
   const int rows = min(p.len_q - q_begin - warp_q, WARP_Q);
 #pragma unroll
@@ -96,26 +102,33 @@ DEVICE void store(const Params &p, const Work &work, Shared &shared, const Outpu
 }
 
 DEVICE void attend(const Params &p, Shared &shared) {
-  const int thread = threadIdx.x, warp = ptx::uniform(thread / 32);
+  const u32 thread = threadIdx.x;
   const Work work = work_of(blockIdx.x, p);
   const int head_k = work.head / (p.heads_q / p.heads_k);
   const Mask mask(p.mask, work.batch, work.head, p.len_q, p.len_k);
 
   const int q_begin = work.tile * BLOCK_Q, q_end = min(q_begin + BLOCK_Q, p.len_q);
-  const int warp_q = q_begin + warp * WARP_Q, warp_q_end = min(warp_q + WARP_Q, p.len_q);
   const Range keys = mask.keys(q_begin, q_end);
   const int first_key = keys.begin / BLOCK_K * BLOCK_K;
   const int last_key = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first_key - BLOCK_K;
 
-  const Element *k = p.k + work.batch * p.k_batch + head_k * p.k_head;
-  const Element *v = p.v + work.batch * p.v_batch + head_k * p.v_head;
+  if (thread == 0) {
+    shared.k = p.k + work.batch * p.k_batch + head_k * p.k_head;
+    shared.v = p.v + work.batch * p.v_batch + head_k * p.v_head;
+    shared.q_begin = q_begin;
+    shared.mask = mask;
+  }
+  ptx::barrier();  // thread 0 has written what the loop reads
   // Key block by key block from the last to the first; the slots take turns.
-  const auto load = [&](int key, int slot) {
+  const auto slot_of = [](int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; };
+  const auto load = [&](int key) {
     if (key >= first_key) {
-      const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), rows = p.len_k - key;
+      const u32 slot = slot_of(key);
+      const u32 thread = ptx::opaque(threadIdx.x);
+      const int rows = p.len_k - key;
       const i64 k_row = ptx::opaque(p.k_row), v_row = ptx::opaque(p.v_row);
-      load_rows<T, THREADS, WIDTH>(shared.in.k[slot], k + key * k_row, k_row, rows, p.head_dim, thread);
-      load_rows<T, THREADS, WIDTH>(shared.in.v[slot], v + key * v_row, v_row, rows, p.head_dim_v, thread);
+      load_rows<T, THREADS, WIDTH>(shared.in.k[slot], shared.k + key * k_row, k_row, rows, p.head_dim, thread);
+      load_rows<T, THREADS, WIDTH>(shared.in.v[slot], shared.v + key * v_row, v_row, rows, p.head_dim_v, thread);
     }
     ptx::cp_async_commit();  // also an empty group: the waits below count groups
   };
@@ -124,20 +137,20 @@ DEVICE void attend(const Params &p, Shared &shared) {
   load_rows<T, THREADS, WIDTH>(shared.in.q, q, p.q_row, q_end - q_begin, p.head_dim, thread);
   ptx::cp_async_commit();
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load(last_key - i * BLOCK_K, i);
+  for (int i = 0; i < STAGES - 1; ++i) load(last_key - i * BLOCK_K);
 
   Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
   if constexpr (Config::Q_IN_REGISTERS) {
     ptx::cp_async_wait<STAGES - 1>();
     ptx::barrier();  // every thread's part of Q has landed
 #pragma unroll
-    for (int d = 0; d < HEAD_DIM; d += 16) q_rows[d / 16].load(shared.in.q, warp * WARP_Q, d, ptx::lane());
+    for (int d = 0; d < HEAD_DIM; d += 16) q_rows[d / 16].load(shared.in.q, thread / 32 * WARP_Q, d, ptx::lane());
   }
-  const auto queries = [&](Rows<T, WARP_Q> &rows, int column, int lane) {
+  const auto queries = [&](Rows<T, WARP_Q> &rows, int column, u32 lane) {
     if constexpr (Config::Q_IN_REGISTERS) {
       rows = q_rows[column / 16];
     } else {
-      rows.load(shared.in.q, warp * WARP_Q, column, lane);
+      rows.load(shared.in.q, ptx::opaque(threadIdx.x) / 32 * WARP_Q, column, lane);
     }
   };
 
@@ -146,39 +159,44 @@ DEVICE void attend(const Params &p, Shared &shared) {
   softmax.reset();
   o.zero();
 
-  for (int key = last_key, slot = 0; key >= first_key; key -= BLOCK_K, slot = slot + 1 < STAGES ? slot + 1 : 0) {
+  for (int key = last_key; key >= first_key; key -= BLOCK_K) {
     if constexpr (STAGES == 1) {
       ptx::barrier();  // every warp has read the one slot
-      load(key, slot);
+      load(key);
       ptx::cp_async_wait<0>();
       ptx::barrier();  // every thread's part of the block has landed
     } else {
       ptx::cp_async_wait<STAGES - 2>();
       ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
                        // next
-      load(key - (STAGES - 1) * BLOCK_K, slot > 0 ? slot - 1 : STAGES - 1);
+      load(key - (STAGES - 1) * BLOCK_K);
     }
-    const int key_end = key + BLOCK_K;
+    const Mask mask = shared.mask;
+    const int warp_q = shared.q_begin + ptx::uniform(ptx::opaque(threadIdx.x) / 32) * WARP_Q;
+    const int warp_q_end = min(warp_q + WARP_Q, p.len_q), key_end = key + BLOCK_K;
     const Range seen = mask.keys(warp_q, warp_q_end);
     if (key >= seen.end || key_end <= seen.begin) continue;  // no row of this warp sees the block
 
     // S = Q K^T, masked
     Scores s;
-    gemm_qk(s, queries, shared.in.k[slot], ptx::lane());
+    gemm_qk(s, queries, shared.in.k[slot_of(key)], ptx::lane());
     if constexpr (!Config::POSITIVE_SCALE) s.each([&](float &score, int, int) { score *= p.scale; });
     const bool whole = key_end <= p.len_k && mask.whole(warp_q, warp_q_end, key, key_end);
     if (!whole) hide(s, p, mask, warp_q, key, ptx::lane());
-    // P = exp(scale S - m)
-    softmax.update(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
-    // O += P V
-    gemm_pv(o, s, shared.in.v[slot], ptx::lane());
+    softmax.meet(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
+    // P = exp(scale S - m), sixteen keys at a time, and O += P V
+    const auto weights = [&](Rows<T, WARP_Q> &rows, int first) {
+      softmax.weigh(s, first, 16);
+      rows.load(s, first);
+    };
+    gemm_pv(o, weights, shared.in.v[slot_of(key)], ptx::lane());
   }
 
   float lse[Output::ROWS];
   softmax.finish(o, lse);
   ptx::cp_async_wait<0>();
   ptx::barrier();  // the staged output lies over the inputs, which every warp has read now
-  store(p, work_of(ptx::opaque(static_cast<int>(blockIdx.x)), p), shared, o, lse, warp, ptx::lane());
+  store(p, work_of(ptx::opaque(blockIdx.x), p), shared, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
 }
 
 }  // namespace forward

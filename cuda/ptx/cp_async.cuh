@@ -4,17 +4,23 @@
 
 namespace ptx {
 
-// Copies `valid` bytes (0 <= valid <= BYTES) and fills the rest of the BYTES at `shared` with zeros. Nothing is read
-// from `global` when valid is 0. Sixteen bytes bypass L1: a tile is read once.
+// Copies BYTES bytes, or fills them with zeros and reads nothing when they are not `present`. Sixteen bytes bypass L1:
+// a tile is read once.
 template <int BYTES>
-DEVICE void cp_async(u32 shared, const void *global, int valid) {
+DEVICE void cp_async(u32 shared, const void *global, bool present) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred absent; setp.eq.u32 absent, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;}" ::
+            "r"(shared),
+        "l"(global), "r"(static_cast<u32>(present))
+        : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(valid)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred absent; setp.eq.u32 absent, %3, 0; cp.async.ca.shared.global [%0], [%1], %2, absent;}" ::"r"(
+            shared),
+        "l"(global), "n"(BYTES), "r"(static_cast<u32>(present))
+        : "memory");
   }
 }
 

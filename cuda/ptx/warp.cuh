@@ -10,8 +10,8 @@ DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x
 DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 // This thread's lane, read anew at each call: an address computed from it need not be kept across a loop.
-DEVICE int lane() {
-  int lane;
+DEVICE u32 lane() {
+  u32 lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
@@ -21,7 +21,7 @@ DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // x itself, but the compiler cannot know that: what is computed from it is computed here, instead of being hoisted out
 // of a loop where it would hold a register.
-DEVICE int opaque(int x) {
+DEVICE u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }

@@ -12,20 +12,20 @@ struct Fragment {
     each([](float &value, int, int) { value = 0.0f; });
   }
 
-  // f(value, row, column): row counts this thread's rows, column counts from the fragment's first column (lane 0's
-  // share).
+  // f(value, row, column) for `columns` columns from `first` on: row counts this thread's rows, column counts from the
+  // fragment's first column (lane 0's share).
   template <class F>
-  DEVICE void each(F f) {
+  DEVICE void each(F f, int first = 0, int columns = N) {
 #pragma unroll
     for (int m = 0; m < M / 16; ++m)
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n)
+      for (int n = first / 8; n < (first + columns) / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, 8 * n + i % 2);
   }
 
-  DEVICE static int row(int index, int lane) { return index / 2 * 16 + index % 2 * 8 + lane / 4; }
-  DEVICE static int column(int index, int lane) { return index + lane % 4 * 2; }
+  DEVICE static int row(int index, u32 lane) { return index / 2 * 16 + index % 2 * 8 + static_cast<int>(lane / 4); }
+  DEVICE static int column(int index, u32 lane) { return index + static_cast<int>(lane % 4 * 2); }
 };
 
 // The A operand of 16 x 16 pieces: one for each 16 rows.
@@ -34,7 +34,7 @@ struct Rows {
   u32 a[T::PLANES][M / 16][4];
 
   template <int R, int C>
-  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, int lane) {
+  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
 #pragma unroll
     for (int i = 0; i < T::PLANES; ++i)
 #pragma unroll
@@ -64,7 +64,7 @@ struct Columns {
 
   // Columns of B are rows [row, row + 16) of the tile, as in Q K^T.
   template <int R, int C>
-  DEVICE void load_transposed(const Operand<T, R, C> &operand, int row, int column, int lane) {
+  DEVICE void load_transposed(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
 #pragma unroll
     for (int i = 0; i < T::PLANES; ++i) {
       u32 quarter[4];
@@ -75,7 +75,7 @@ struct Columns {
 
   // Columns of B are columns [column, column + 16) of the tile, as in P V.
   template <int R, int C>
-  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, int lane) {
+  DEVICE void load(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
 #pragma unroll
     for (int i = 0; i < T::PLANES; ++i) {
       u32 quarter[4];
@@ -111,7 +111,7 @@ DEVICE float joined(float high, float low) {
 
 // S = Q K^T. q(rows, column, lane) provides the A operand of columns [column, column + 16) of Q.
 template <class T, int M, int N, int D, class Queries>
-DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, int lane) {
+DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32 lane) {
   Fragment<M, N> low;
   s.zero();
   low.zero();
@@ -136,15 +136,15 @@ DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, int
   }
 }
 
-// O += P V. Tensor cores truncate as they accumulate: fp32 sums each key block apart and adds it to O by a rounded
-// addition.
-template <class T, int M, int N, int DV>
-DEVICE void gemm_pv(Fragment<M, DV> &o, const Fragment<M, N> &p, const Operand<T, N, DV> &v, int lane) {
+// O += P V. p(rows, key) provides the A operand of columns [key, key + 16) of P, each once and in order. Tensor cores
+// truncate as they accumulate: fp32 sums each key block apart and adds it to O by a rounded addition.
+template <class T, int M, int N, int DV, class Weights>
+DEVICE void gemm_pv(Fragment<M, DV> &o, Weights p, const Operand<T, N, DV> &v, u32 lane) {
   if constexpr (T::PLANES == 1) {
 #pragma unroll
     for (int key = 0; key < N; key += 16) {
       Rows<T, M> a;
-      a.load(p, key);
+      p(a, key);
 #pragma unroll
       for (int d = 0; d < DV; d += 16) {
         Columns<T> b;
@@ -155,7 +155,7 @@ DEVICE void gemm_pv(Fragment<M, DV> &o, const Fragment<M, N> &p, const Operand<T
   } else {
     Rows<T, M> a[N / 16];
 #pragma unroll
-    for (int key = 0; key < N; key += 16) a[key / 16].load(p, key);
+    for (int key = 0; key < N; key += 16) p(a[key / 16], key);
 #pragma unroll
     for (int d = 0; d < DV; d += 16) {
       Fragment<M, 16> high, low;

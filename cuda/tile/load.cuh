@@ -14,19 +14,19 @@ struct alignas(2) Packet<2> {
   u16 half;
 };
 
-// Eight elements, of which the first `valid` exist, into one 16-byte chunk of each plane. 16-bit elements are copied
-// asynchronously, WIDTH bytes at a time; two bytes are too few for cp.async, those are copied in step.
+// Eight elements, of which the first `valid` exist, into one 16-byte chunk of each plane. WIDTH divides a row's bytes,
+// so that each access of WIDTH bytes is there or is not. 16-bit elements are copied asynchronously; two bytes are too
+// few for cp.async, those are copied in step.
 template <int WIDTH, class T, int ROWS, int COLUMNS>
   requires(T::PLANES == 1)
-DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, int row, int chunk, const u16 *from, int valid) {
+DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, u32 row, u32 chunk, const u16 *from, int valid) {
   unsigned char *to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < 8; i += WIDTH / 2) {
     if constexpr (WIDTH == 2) {
       *reinterpret_cast<u16 *>(to + 2 * i) = i < valid ? from[i] : u16(0);
     } else {
-      const int bytes = WIDTH == 16 ? 2 * valid : max(0, min(2 * (valid - i), WIDTH));
-      ptx::cp_async<WIDTH>(ptx::smem_address(to + 2 * i), from + i, bytes);
+      ptx::cp_async<WIDTH>(ptx::smem_address(to + 2 * i), from + i, i < valid);
     }
   }
 }
@@ -34,18 +34,13 @@ DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, int row, int chunk, c
 // fp32 elements are read WIDTH bytes at a time and split into their planes.
 template <int WIDTH, class T, int ROWS, int COLUMNS>
   requires(T::PLANES > 1)
-DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, int row, int chunk, const float *from, int valid) {
+DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, u32 row, u32 chunk, const float *from, int valid) {
   constexpr int ELEMENTS = WIDTH / 4;
   float x[8];
 #pragma unroll
   for (int i = 0; i < 8; i += ELEMENTS) {
     Packet<WIDTH> packet = {};
-    if (i + ELEMENTS <= valid) {
-      packet = *reinterpret_cast<const Packet<WIDTH> *>(from + i);
-    } else {
-#pragma unroll
-      for (int j = 0; j < ELEMENTS; ++j) packet.word[j] = i + j < valid ? ptx::float_bits(from[i + j]) : 0;
-    }
+    if (i < valid) packet = *reinterpret_cast<const Packet<WIDTH> *>(from + i);
 #pragma unroll
     for (int j = 0; j < ELEMENTS; ++j) x[i + j] = ptx::bits_float(packet.word[j]);
   }
@@ -66,18 +61,18 @@ DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, int row, int chunk, c
 // block take part. 16-bit elements arrive asynchronously: commit, wait and a barrier come before the first use.
 template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
 DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, const typename T::Storage *source, i64 stride, int rows,
-                      int columns, int thread) {
+                      int columns, u32 thread) {
   constexpr int CHUNKS = COLUMNS / 8;
   constexpr int LANES = CHUNKS % 3 == 0 ? CHUNKS / 3 : CHUNKS;  // threads side by side on a row, a power of two
   constexpr int STEP = THREADS / LANES;                         // rows between a thread's visits
   static_assert(THREADS % LANES == 0 && (ROWS % STEP == 0 || STEP % ROWS == 0), "threads divide the tile evenly");
-  const int first = thread / LANES;
+  const u32 first = thread / LANES;
   if (STEP > ROWS && first >= ROWS) return;
-  const int left = rows - first;
+  const int left = rows - static_cast<int>(first);
 #pragma unroll
   for (int c = 0; c < CHUNKS; c += LANES) {
-    const int chunk = c + thread % LANES;
-    const int valid = max(0, min(columns - chunk * 8, 8));
+    const u32 chunk = c + thread % LANES;
+    const int valid = max(0, min(columns - static_cast<int>(chunk * 8), 8));
     const typename T::Storage *from = source + first * stride + chunk * 8;
 #pragma unroll
     for (int r = 0; r < ROWS; r += STEP) {
@@ -107,16 +102,12 @@ struct Staging {
 // goes to target + r * stride.
 template <class T, int WIDTH, int ROWS, int COLUMNS>
 DEVICE void store_rows(typename T::Storage *target, i64 stride, const Staging<T, ROWS, COLUMNS> &staging, int first,
-                       int count, int columns, int lane) {
+                       int count, int columns, u32 lane) {
   constexpr int ELEMENTS = WIDTH / sizeof(typename T::Storage), PACKETS = COLUMNS / ELEMENTS;
   for (int i = lane; i < count * PACKETS; i += 32) {
     const int row = first + i / PACKETS, column = i % PACKETS * ELEMENTS;
     const typename T::Storage *from = staging.data + row * Staging<T, ROWS, COLUMNS>::PITCH + column;
     typename T::Storage *to = target + row * stride + column;
-    if (column + ELEMENTS <= columns) {
-      *reinterpret_cast<Packet<WIDTH> *>(to) = *reinterpret_cast<const Packet<WIDTH> *>(from);
-    } else {
-      for (int j = 0; j < columns - column; ++j) to[j] = from[j];
-    }
+    if (column < columns) *reinterpret_cast<Packet<WIDTH> *>(to) = *reinterpret_cast<const Packet<WIDTH> *>(from);
   }
 }

@@ -21,34 +21,34 @@ struct Tile {
   DEVICE unsigned char *bytes() { return reinterpret_cast<unsigned char *>(data); }
 
   // Byte offset of a chunk.
-  DEVICE static constexpr int offset(int row, int chunk) {
+  DEVICE static constexpr u32 offset(u32 row, u32 chunk) {
     return row * COLUMNS * 2 + (chunk ^ row / (8 / SPAN) % SPAN) * 16;
   }
 
   // The 16 x 16 matrix at (row, column) as an A operand: its 8 x 8 quarters top left, bottom left, top right, bottom
   // right.
-  DEVICE void load_rows(u32 (&d)[4], int row, int column, int lane) const {
+  DEVICE void load_rows(u32 (&d)[4], int row, int column, u32 lane) const {
     ptx::ldmatrix_x4(d, address(lane % 16, lane / 16, row, column));
   }
 
   // The matrix whose rows are the columns of two B operands: quarters top left, top right, bottom left, bottom right.
-  DEVICE void load_columns(u32 (&d)[4], int row, int column, int lane) const {
+  DEVICE void load_columns(u32 (&d)[4], int row, int column, u32 lane) const {
     ptx::ldmatrix_x4(d, address(lane % 8 + lane / 16 * 8, lane / 8 % 2, row, column));
   }
 
   // The matrix whose columns are those of two B operands: quarters top left, bottom left, top right, bottom right, each
   // transposed.
-  DEVICE void load_columns_trans(u32 (&d)[4], int row, int column, int lane) const {
+  DEVICE void load_columns_trans(u32 (&d)[4], int row, int column, u32 lane) const {
     ptx::ldmatrix_x4_trans(d, address(lane % 16, lane / 16, row, column));
   }
 
  private:
   // The address of a lane's 16 bytes, (lane_row, lane_chunk) in the matrix at (row, column). Row and column are
   // multiples of 16, so the lane alone decides the twist, and the matrices of a tile differ by constants.
-  DEVICE u32 address(int lane_row, int lane_chunk, int row, int column) const {
+  DEVICE u32 address(u32 lane_row, u32 lane_chunk, int row, int column) const {
     const int chunk = column / 8;
-    const int lane_offset = offset(lane_row, lane_chunk);
-    const int turned = lane_offset ^ chunk % SPAN * 16;  // the chunk's low bits are bits 4.. of the offset
+    const u32 lane_offset = offset(lane_row, lane_chunk);
+    const u32 turned = lane_offset ^ chunk % SPAN * 16;  // the chunk's low bits are bits 4.. of the offset
     return ptx::smem_address(data) + turned + row * COLUMNS * 2 + chunk / SPAN * SPAN * 16;
   }
 };

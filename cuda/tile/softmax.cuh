@@ -20,17 +20,16 @@ struct OnlineSoftmax {
   static constexpr float FUSED_LIMIT = 4194304.0f;  // 2^22
 
   float m[ROWS], l[ROWS];  // l: this lane's share of the sum
-  bool huge;               // some reference of the warp's rows is beyond FUSED_LIMIT
 
   DEVICE void reset() {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) m[r] = -INFINITE, l[r] = 0.0f;
-    huge = false;
   }
 
-  // Replaces the scores of a key block by their weights P, and rescales O where the reference moved.
+  // Sees the scores of a key block, before weigh() is asked for their weights: moves the reference, and O with it,
+  // where a score is out of reach.
   template <int N, int DV>
-  DEVICE void update(Fragment<M, N> &s, Fragment<M, DV> &o, float c) {
+  DEVICE void meet(Fragment<M, N> &s, Fragment<M, DV> &o, float c) {
     float block_max[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) block_max[r] = -INFINITE;
@@ -44,16 +43,34 @@ struct OnlineSoftmax {
     }
     if (ptx::any(moved)) rescale(block_max, o);
 
-    float base[ROWS];
+    bool beyond = false;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
-    if (huge) s.each([&](float &score, int, int) { score = ptx::mul(score, c); });
-    const float factor = huge ? 1.0f : c;
-    // P = 2^(c S - m). A NaN score is no maximum, but it is in the sum.
-    s.each([&](float &score, int r, int) {
-      score = ptx::ex2(ptx::fma(score, factor, -base[r]));
-      l[r] += score;
-    });
+    for (int r = 0; r < ROWS; ++r) {
+      base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
+      beyond |= fabsf(base[r]) > FUSED_LIMIT;
+    }
+    factor = c;
+    if (ptx::any(beyond)) {
+      s.each([&](float &score, int, int) { score = ptx::mul(score, c); });
+      factor = 1.0f;
+    }
+  }
+
+  // P = 2^(c S - m) in columns [first, first + columns) of the block that was met. A NaN score is no maximum, but it is
+  // in the sum.
+  template <int N>
+  DEVICE void weigh(Fragment<M, N> &s, int first, int columns) {
+    float sum[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
+    s.each(
+        [&](float &score, int r, int) {
+          score = ptx::ex2(ptx::fma(score, factor, -base[r]));
+          sum[r] += score;
+        },
+        first, columns);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) l[r] += sum[r];
   }
 
   // Normalises O and gives the natural-log LSE of each row. A row that saw no key has l = 0: O stays 0 and LSE is -inf.
@@ -71,20 +88,19 @@ struct OnlineSoftmax {
   }
 
  private:
+  float base[ROWS], factor;  // of the block that was met: P = 2^(factor S - base)
+
   // Moves the reference of the rows whose block maximum is out of reach; from m = -inf at the first finite score.
   template <int DV>
   DEVICE void rescale(const float (&block_max)[ROWS], Fragment<M, DV> &o) {
     float factor[ROWS];
-    bool beyond = false;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const bool moves = block_max[r] > m[r] + SLACK;
       factor[r] = moves ? ptx::ex2(m[r] - block_max[r]) : 1.0f;
       m[r] = moves ? block_max[r] : m[r];
       l[r] *= factor[r];
-      beyond |= fabsf(m[r]) > FUSED_LIMIT && m[r] != -INFINITE;
     }
-    huge = ptx::any(beyond);
     o.each([&](float &value, int r, int) { value *= factor[r]; });
   }
 };
