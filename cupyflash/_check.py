@@ -8,6 +8,7 @@ case says so with a reason, but a kernel that took no case at all has failed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -196,9 +197,9 @@ def check(name: str, case: Case, inputs: Inputs, kernel: str) -> Outcome:
     us = timer.kernel_us(call, TIMING_S) if case.flops() else None
     return outcome(
         "ok" if verdict.ok else "failed",
-        error=float(verdict.error),
-        bound_ratio=float(verdict.bound_ratio),
-        lse_error=float(verdict.lse_error),
+        error=finite(verdict.error),
+        bound_ratio=finite(verdict.bound_ratio),
+        lse_error=finite(verdict.lse_error),
         us=us,
         gflops=case.flops() / us / 1e3 if us else None,
         message=verdict.message,
@@ -229,6 +230,11 @@ def prepare(
         return x.swapaxes(1, 2) if bhsd and x.ndim == 4 else x
 
     return call, host, clock("host" if on_host else "cupy")
+
+
+def finite(value: float) -> float | None:
+    """Return a number that JSON can hold, or None."""
+    return float(value) if math.isfinite(value) else None
 
 
 def report(outcomes: list[Outcome]) -> Table:

@@ -42,22 +42,43 @@ def gpu_arch() -> str | None:
     return f"sm_{_jit.compute_capability(0)}" if gpu_present() else None
 
 
+def no_arch() -> str:
+    """Refuse to guess an architecture."""
+    raise click.UsageError("there is no GPU here: name --arch, like sm_90")
+
+
 @main.command("list")
 @as_json
 def list_(as_json: bool) -> None:
     """List the dispatch table: every kernel, best first, and what it takes."""
-    from . import _kernels
+    from . import kernels
 
-    rows = [
-        {
-            "kernel": row.name,
-            "op": row.op,
-            "arch": _kernels.capabilities(row.arch) if row.arch else "host",
-            "takes": row.needs,
-        }
-        for row in _kernels.KERNELS
-    ]
+    rows = [kernel._asdict() for kernel in kernels()]
     emit(rows) if as_json else table(grid(rows))
+
+
+@main.command()
+@problem_options
+@click.option("--arch", help="Like sm_90; by default the GPU here.")
+@click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
+@as_json
+def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
+    """Say which kernel computes a problem and with what resources, and why the others do not.
+
+    Exits with 1 if there is none.
+    """
+    from . import explain
+    from ._bench import units
+
+    arch = arch or gpu_arch()
+    capability = units.capability(arch) if arch else None
+    answer = explain(**case.sizes(capability), **case.options, kernel=kernel)
+    if as_json:
+        resources = answer.resources and answer.resources._asdict()
+        emit(dataclasses.asdict(answer) | {"resources": resources})
+    else:
+        click.echo(str(answer))
+    raise SystemExit(int(answer.kernel is None))
 
 
 @main.command()
@@ -69,16 +90,13 @@ def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None
     """Show the translation unit of a problem, its registers and its shared memory."""
     from ._bench import units
 
-    arch = arch or gpu_arch()
-    if arch is None:
-        raise click.UsageError("there is no GPU here: name --arch, like sm_90")
-    unit = units.unit(case, arch, kernel)
+    unit = units.unit(case, arch or gpu_arch() or no_arch(), kernel)
     used = unit.compile()
     if as_json:
-        emit({"unit": unit.text, "config": unit.config, "resources": used})
-        return
-    click.echo(unit.text)
-    table(facts(used))
+        emit({"unit": unit.launch.unit, "resources": used})
+    else:
+        click.echo(unit.launch.unit)
+        table(facts(used))
 
 
 @main.command("compile")
@@ -97,19 +115,15 @@ def compile_(
     """
     from ._bench import units
 
-    archs = (arch or gpu_arch() or "").split(",")
-    if archs == [""]:
-        raise click.UsageError("there is no GPU here: name --arch, like sm_80,sm_90")
     found = [
         unit
-        for name in archs
-        for unit in (units.every(name) if every else [units.unit(case, name, kernel)])
-        if kernel in (None, unit.kernel)
+        for name in (arch or gpu_arch() or no_arch()).split(",")
+        for unit in (units.every(name, kernel) if every else [units.unit(case, name, kernel)])
     ]
     rows = []
     with progress(len(found)) as tell:
         for unit in found:
-            tell(f"{unit.kernel} {unit.arch} {unit.case}")
+            tell(f"{unit.launch.symbol} {unit.launch.arch} {unit.case}")
             rows.append(unit.compile())
     if as_json:
         emit(rows)

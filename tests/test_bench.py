@@ -2,6 +2,9 @@
 
 import json
 import math
+import sys
+import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +116,46 @@ def test_a_call_loop_waits_once_for_its_last_result() -> None:
     numbers = iter(range(10_000))
     Clock().call_us(lambda: next(numbers), 1e-9)
     assert waited == [0, timing.MIN_CALLS]  # after the estimate, and after the loop
+
+
+class FakeGpu(timing.GpuClock):
+    """A GPU whose clock is a counter: a flush takes 100 us, a call 7, and each is written down."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def step(self, name: str, us: float) -> None:
+        self.log.append(name)
+        self.now += us
+
+    def capture(self, call):
+        return call
+
+    def event(self):
+        clock = self
+
+        class Event:
+            def record(self) -> None:
+                clock.log.append("record")
+                self.time = clock.now
+
+        return Event()
+
+    def elapsed_us(self, begin, end) -> float:
+        return end.time - begin.time
+
+    def flush(self) -> None:
+        self.step("flush", 100.0)
+
+
+def test_kernel_time_is_between_events_and_every_replay_finds_the_cache_flushed() -> None:
+    clock = FakeGpu()
+    call = clock.prepare(lambda: clock.step("call", 7.0))
+    clock.log.clear()
+    assert clock.kernel_us(call, 1e-9) == 7.0
+    turn = ["flush", "record", "call", "record"]
+    assert clock.log == ["call", *turn * timing.MIN_CALLS]  # the first is the estimate
 
 
 def test_the_budget_bounds_the_number_of_calls() -> None:
@@ -229,6 +272,34 @@ def test_peers_of_the_cpu_are_right(name: str, mask: str) -> None:
     assert "error" not in row
     assert "wrong" not in row.get("note", "")
     assert row["max_error"] < 1e-5
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("mask", ["full", "causal", "window:5,3"])
+@pytest.mark.parametrize("name", ["fa2", "flex", "fa4"])
+def test_peers_of_the_gpu_are_called_rightly(monkeypatch, name: str, mask: str) -> None:
+    """Their builders on CPU tensors, with a stand-in where the library is for GPUs only."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(None, None)):
+        options = {"causal": causal, "window_size": window_size}
+        out, lse = reference.attention(*(x.float().numpy() for x in (q, k, v)), **options)
+        return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+
+    fake = types.ModuleType("flash_attn.cute.interface")
+    fake.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", fake)
+    group = run.Group((Case("bf16", 2, 40, 40, 4, 2, 16, 16, mask),), (peers.PEERS[name],), "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled
+        row = run.run("test", [group], QUICK, lambda text: None)[1]
+    if name == "fa2" and mask.startswith("window"):
+        assert row["error"] == "unfit: it has no sliding windows"
+        return
+    assert "error" not in row
+    assert "note" not in row
+    assert row["max_error"] < 0.02
 
 
 @pytest.mark.frameworks

@@ -1,5 +1,6 @@
 """The command line: what goes where, exit codes, and machine-readable answers."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from cupyflash import __version__
-from cupyflash._bench import environment
+from cupyflash._bench import environment, sweep
+from cupyflash._bench.case import Case
+from cupyflash._bench.run import Group
 from cupyflash._kernels import KERNELS
 from cupyflash.cli import main
 
@@ -122,7 +125,7 @@ def test_list_is_the_dispatch_table() -> None:
     assert shown.exit_code == 0
     for row in KERNELS:
         assert row.name in shown.stdout
-    assert [row["kernel"] for row in json.loads(run("list", "--json").stdout)] == [
+    assert [row["name"] for row in json.loads(run("list", "--json").stdout)] == [
         row.name for row in KERNELS
     ]
 
@@ -210,7 +213,7 @@ def test_all_means_every_class_of_a_kernel(monkeypatch) -> None:
         (dtype, dim) for dtype in units.DTYPES for dim in units.HEAD_DIMS
     }
     assert {case[2] for case in seen} == set(units.MASKS)
-    assert len({unit.text for unit in compiled}) == len(compiled)
+    assert len({unit.launch.unit for unit in compiled}) == len(compiled)
 
 
 ROW = {
@@ -291,18 +294,27 @@ def test_a_wrong_result_of_ours_fails_the_bench(monkeypatch) -> None:
     assert json.loads(done.stdout)["rows"][0]["kernel_us"] is None
 
 
+def script(name: str) -> Any:
+    """Load a script of ``bench/`` as a module."""
+    path = Path(__file__).resolve().parents[1] / "bench" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_scripts_of_bench_write_and_print_a_results_file(monkeypatch, tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[1]
+    case = Case("fp32", 1, 16, 16, 1, 1, 8, 8, "causal")
+    monkeypatch.setattr(sweep, "named", lambda name: (Group((case,), (), "cpu"),))
     words = ["cpu", "--rounds", "1", "--budget", "0.0001", "--out", str(tmp_path)]
-    monkeypatch.setenv("PYTHONPATH", str(root))
-    subprocess.run([sys.executable, root / "bench/run.py", *words], check=True, capture_output=True)
+    done = CliRunner().invoke(script("run").main, [*words, "--commit", "abc"])
+    assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("*-cpu.json")
-    assert {row["suite"] for row in json.loads(path.read_text())["rows"]} == {"cpu"}
-    done = subprocess.run(
-        [sys.executable, root / "bench/table.py", path],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert path.name in done.stdout
-    assert "| fwd | fp32 | 1 | 2048 | 8 | 64 | causal |" in done.stdout
+    document = json.loads(path.read_text())
+    assert document["env"]["commit"] == "abc"
+    assert {row["suite"] for row in document["rows"]} == {"cpu"}
+    shown = CliRunner().invoke(script("table").main, [str(path)])
+    assert path.name in shown.stdout
+    assert "| fwd | fp32 | 1 | 16 | 1 | 8 | causal |" in shown.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._problem import Problem
+from .._explain import Request, Sizes, resolve
 from ..errors import InvalidArgument
 from ..masks import Band
 
@@ -92,21 +91,15 @@ class Case:
         window = options.get("window_size", (-1, -1))
         return Band.of(options.get("causal", False), window, self.alignment)
 
-    def problem(self, arch: int | None) -> Problem:
-        """Return the problem that the dispatch table is asked about; None is the host."""
-        return Problem(
-            dtype=DTYPES[self.dtype].name,
-            batch=self.batch,
-            len_q=self.len_q,
-            len_k=self.len_k,
-            heads_q=self.heads_q,
-            heads_k=self.heads_k,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            scale=1 / math.sqrt(self.head_dim) if self.head_dim else 0.0,
-            band=self.band,
-            arch=arch,
-        )
+    def sizes(self, arch: int | None) -> dict[str, Any]:
+        """Return the sizes as arguments of `cupyflash.explain`; no architecture is the host."""
+        names = ("batch", "len_q", "len_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
+        sizes = {name: getattr(self, name) for name in names}
+        return {**sizes, "dtype": DTYPES[self.dtype].name, "arch": arch}
+
+    def request(self, arch: int | None) -> Request:
+        """Return the call that the dispatch table is asked about."""
+        return resolve((None, None, None), Sizes(**self.sizes(arch)), self.options)
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _jit
+from .._versions import DISTRIBUTIONS
 from ..errors import DeviceUnavailable
 
 # Name in the results -> the distributions that may carry it.
-DISTRIBUTIONS = {
-    "numpy": ("numpy",),
-    "ml_dtypes": ("ml_dtypes",),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-    "torch": ("torch",),
-    "jax": ("jax",),
-}
 PEER_DISTRIBUTIONS = {
     "fa2": ("flash-attn",),
     "fa3": ("fa3-fwd", "flash-attn-3"),

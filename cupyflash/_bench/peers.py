@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import InvalidArgument
 from .case import Case
-from .runner import Arrays, Runner, Unfit, clock, first, torch_arrays, torch_host
+from .runner import Arrays, Runner, Unfit, clock, first, torch_arrays, torch_clock, torch_host
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Peer:
         """Whether its modules can be found; nothing but their parent packages is imported."""
         try:
             return all(importlib.util.find_spec(name) is not None for name in self.modules)
-        except ImportError:
+        except Exception:  # a parent package that is there, but broken
             return False
 
 
@@ -69,7 +69,7 @@ def sdpa(backend: str | None, case: Case, arrays: Arrays, device: str) -> Runner
 
     return Runner(
         call,
-        clock("host" if device == "cpu" else "torch"),
+        torch_clock(device),
         lambda out: torch_host(out.transpose(1, 2)),
         context,
     )
@@ -93,8 +93,7 @@ def eager(case: Case, arrays: Arrays, device: str) -> Runner:
             scores = scores.masked_fill(hidden, -math.inf)
         return torch.softmax(scores, -1) @ v
 
-    kind = "host" if device == "cpu" else "torch"
-    return Runner(call, clock(kind), lambda out: torch_host(out.transpose(1, 2)))
+    return Runner(call, torch_clock(device), lambda out: torch_host(out.transpose(1, 2)))
 
 
 def flex(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -121,7 +120,7 @@ def flex(case: Case, arrays: Arrays, device: str) -> Runner:
         block_mask=block_mask,
         enable_gqa=case.heads_q != case.heads_k,
     )
-    return Runner(call, clock("torch"), lambda out: torch_host(out.transpose(1, 2)))
+    return Runner(call, torch_clock(device), lambda out: torch_host(out.transpose(1, 2)))
 
 
 # --- others ---
@@ -138,7 +137,7 @@ def fa3(case: Case, arrays: Arrays, device: str) -> Runner:
         *torch_arrays(arrays, device),
         causal=case.mask == "causal",
     )
-    return Runner(call, clock("torch"), torch_host)
+    return Runner(call, torch_clock(device), torch_host)
 
 
 def fa4(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -149,7 +148,7 @@ def fa4(case: Case, arrays: Arrays, device: str) -> Runner:
     if "window_size" in case.options:
         options["window_size"] = tuple(None if w < 0 else w for w in case.options["window_size"])
     call = functools.partial(interface.flash_attn_func, *torch_arrays(arrays, device), **options)
-    return Runner(call, clock("torch"), torch_host)
+    return Runner(call, torch_clock(device), torch_host)
 
 
 def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -175,7 +174,7 @@ def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
     )
     return Runner(
         functools.partial(wrapper.run, q, k, v),
-        clock("torch"),
+        torch_clock(device),
         lambda out: torch_host(first(out).unflatten(0, (case.batch, case.len_q))),
     )
 

@@ -181,7 +181,7 @@ def kernel_name(case: Case, entry: Entry, group: Group) -> str | None:
     if entry.impl != "cupyflash" or entry.runner is None:
         return None
     arch = None if group.device == "cpu" else _jit.compute_capability(0)
-    return _kernels.select(case.problem(arch), group.kernel).name
+    return _kernels.select(case.request(arch).problem, group.kernel).name
 
 
 def median(values: list[float]) -> float | None:

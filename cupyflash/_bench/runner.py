@@ -58,6 +58,11 @@ def torch_arrays(arrays: Arrays, device: str) -> list[Any]:
     return [tensor(x) for x in arrays]
 
 
+def torch_clock(device: str) -> HostClock:
+    """Return the clock of torch tensors on a device."""
+    return clock("host" if device == "cpu" else "torch")
+
+
 def torch_host(tensor: Any) -> np.ndarray:
     """Copy a torch tensor to a float64 NumPy array."""
     return first(tensor).detach().double().cpu().numpy()

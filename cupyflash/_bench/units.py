@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from .. import _jit, _kernels, _unit
+from .. import _jit, _kernels
+from .._launch import Launch
 from ..errors import InvalidArgument
 from .case import Case
 
@@ -18,25 +19,24 @@ MASKS = ("full", "causal", "window:128,-1", "window:128,128")  # which sides hav
 
 @dataclass(frozen=True)
 class Unit:
-    """One kernel for one class of problems and one architecture."""
+    """The launch of one case, of which the unit and its code are of interest here."""
 
-    kernel: str
-    arch: str  # as NVRTC names it: "sm_90"
     case: Case
-    text: str
-    config: dict[str, Any]
+    launch: Launch
 
     def compile(self) -> dict[str, Any]:
         """Compile, or find in the cache, and return what the code takes."""
-        cubin = _jit.compile(self.text, self.kernel, self.arch)
+        launch = self.launch
+        cubin = _jit.compile(launch.unit, launch.symbol, launch.arch)
         return {
-            "kernel": self.kernel,
-            "arch": self.arch,
+            "kernel": launch.symbol,
+            "arch": launch.arch,
             "dtype": self.case.dtype,
             "head_dim": self.case.head_dim,
             "mask": self.case.mask,
+            "threads": launch.block[0],
+            "dynamic_shared": launch.shared_bytes,
             **cubin.resources._asdict(),
-            "dynamic_shared": self.config.get("smem_bytes"),
             "log": cubin.log,
         }
 
@@ -45,7 +45,7 @@ def capability(arch: str) -> int:
     """Return the compute capability (90 for 9.0) of an architecture's name."""
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if match is None:
-        raise InvalidArgument(f"`arch` must be like sm_80 or sm_90a, got {arch!r}")
+        raise InvalidArgument(f"`arch` must be like sm_80 or sm_90, got {arch!r}")
     return int(match[1])
 
 
@@ -57,25 +57,29 @@ def unit(case: Case, arch: str, kernel: str | None = None) -> Unit:
     UnsupportedProblem
         No kernel, or not the one named, takes the problem there.
     """
-    problem = case.problem(capability(arch))
-    return of_row(_kernels.select(problem, kernel), case, arch)
+    request = case.request(capability(arch))
+    row = _kernels.select(request.problem, kernel)
+    assert row.launch is not None, "rows of the host take no problem of a GPU"
+    return Unit(case, row.launch(request.problem, request.operands))
 
 
-def of_row(row: _kernels.Kernel, case: Case, arch: str) -> Unit:
-    """Return the unit of one row of the dispatch table, which takes the problem."""
-    assert row.config is not None, "a row of a GPU has a configuration"
-    config = row.config(case.problem(capability(arch)))
-    return Unit(row.name, arch, case, _unit.render(row.name, config), asdict(config))
+def every(arch: str, kernel: str | None = None) -> list[Unit]:
+    """Return each unit of an architecture: every dtype, class of head dims and mask.
 
-
-def every(arch: str) -> list[Unit]:
-    """Return each kernel of an architecture for every dtype, class of head dims and mask, once."""
-    units: dict[tuple[str, str], Unit] = {}
+    Parameters
+    ----------
+    arch
+        Like ``sm_90``.
+    kernel
+        One kernel's only.
+    """
+    units: dict[str, Unit] = {}
     for dtype, dim, mask in itertools.product(DTYPES, HEAD_DIMS, MASKS):
         case = Case(dtype, 1, 4096, 4096, 16, 16, dim, dim, mask)
-        problem = case.problem(capability(arch))
+        problem, operands, *_ = case.request(capability(arch))
         for row in _kernels.KERNELS:
-            if row.config is not None and row.refusal(problem) is None:
-                found = of_row(row, case, arch)
-                units.setdefault((found.kernel, found.text), found)
+            if row.launch is not None and row.refusal(problem) is None:
+                launch = row.launch(problem, operands)
+                if kernel in (None, row.name):
+                    units.setdefault(launch.unit, Unit(case, launch))
     return list(units.values())
