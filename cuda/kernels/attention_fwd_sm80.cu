@@ -38,10 +38,12 @@ struct Params {
   Mask::Params mask;
 };
 
+constexpr int SLOTS = T::PLANES == 1 ? STAGES : 1;  // fp32 has a landing for its second stage
+
 struct Inputs {
   Operand<T, BLOCK_Q, HEAD_DIM> q;
-  Operand<T, BLOCK_K, HEAD_DIM> k[STAGES];
-  Operand<T, BLOCK_K, HEAD_DIM_V> v[STAGES];
+  Operand<T, BLOCK_K, HEAD_DIM> k[SLOTS];
+  Operand<T, BLOCK_K, HEAD_DIM_V> v[SLOTS];
 };
 
 struct Shared {
@@ -53,10 +55,13 @@ struct Shared {
   const Element *k, *v;  // this head's
   int q_begin;           // first row of the tile
   Mask mask;
+  Landing<T, BLOCK_K, HEAD_DIM> k_landing;
+  Landing<T, BLOCK_K, HEAD_DIM_V> v_landing;
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
+static_assert(T::PLANES == 1 || (STAGES == 2 && BLOCK_Q % BLOCK_K == 0), "Q lands in K's place, block by block");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
 
 using Scores = Fragment<WARP_Q, BLOCK_K>;
@@ -101,6 +106,40 @@ DEVICE void store(const Params &p, const Work &work, Shared &shared, const Outpu
   }
 }
 
+DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % SLOTS; }
+
+// Starts the copies of the key block at `key`, if there is one, and closes their group: also an empty one, since waits
+// count groups.
+DEVICE void load(const Params &p, Shared &shared, int key, int first_key) {
+  if (key >= first_key) {
+    const u32 thread = ptx::opaque(threadIdx.x), slot = slot_of(key);
+    const int rows = p.len_k - key;
+    const i64 k_row = ptx::opaque(p.k_row), v_row = ptx::opaque(p.v_row);
+    load_rows<T, THREADS, WIDTH>(shared.in.k[slot], shared.k_landing, shared.k + key * k_row, k_row, rows, p.head_dim,
+                                 thread);
+    load_rows<T, THREADS, WIDTH>(shared.in.v[slot], shared.v_landing, shared.v + key * v_row, v_row, rows, p.head_dim_v,
+                                 thread);
+  }
+  ptx::cp_async_commit();
+}
+
+// The first copies of a tile: its queries.
+DEVICE void load_queries(const Params &p, Shared &shared, const Element *q, int rows, u32 thread) {
+  if constexpr (T::PLANES == 1) {
+    Landing<T, BLOCK_Q, HEAD_DIM> none;
+    load_rows<T, THREADS, WIDTH>(shared.in.q, none, q, p.q_row, rows, p.head_dim, thread);
+    ptx::cp_async_commit();
+  } else {
+    for (int r = 0; r < BLOCK_Q; r += BLOCK_K) {
+      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.k_landing, q + r * p.q_row, p.q_row, rows - r, p.head_dim,
+                                   thread);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      split_rows<T, THREADS>(shared.in.q, r, shared.k_landing, thread);
+    }
+  }
+}
+
 DEVICE void attend(const Params &p, Shared &shared) {
   const u32 thread = threadIdx.x;
   const Work work = work_of(blockIdx.x, p);
@@ -119,25 +158,10 @@ DEVICE void attend(const Params &p, Shared &shared) {
     shared.mask = mask;
   }
   ptx::barrier();  // thread 0 has written what the loop reads
-  // Key block by key block from the last to the first; the slots take turns.
-  const auto slot_of = [](int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; };
-  const auto load = [&](int key) {
-    if (key >= first_key) {
-      const u32 slot = slot_of(key);
-      const u32 thread = ptx::opaque(threadIdx.x);
-      const int rows = p.len_k - key;
-      const i64 k_row = ptx::opaque(p.k_row), v_row = ptx::opaque(p.v_row);
-      load_rows<T, THREADS, WIDTH>(shared.in.k[slot], shared.k + key * k_row, k_row, rows, p.head_dim, thread);
-      load_rows<T, THREADS, WIDTH>(shared.in.v[slot], shared.v + key * v_row, v_row, rows, p.head_dim_v, thread);
-    }
-    ptx::cp_async_commit();  // also an empty group: the waits below count groups
-  };
-
   const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
-  load_rows<T, THREADS, WIDTH>(shared.in.q, q, p.q_row, q_end - q_begin, p.head_dim, thread);
-  ptx::cp_async_commit();
+  load_queries(p, shared, q, q_end - q_begin, thread);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load(last_key - i * BLOCK_K);
+  for (int i = 0; i < STAGES - 1; ++i) load(p, shared, last_key - i * BLOCK_K, first_key);
 
   Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
   if constexpr (Config::Q_IN_REGISTERS) {
@@ -160,17 +184,15 @@ DEVICE void attend(const Params &p, Shared &shared) {
   o.zero();
 
   for (int key = last_key; key >= first_key; key -= BLOCK_K) {
-    if constexpr (STAGES == 1) {
-      ptx::barrier();  // every warp has read the one slot
-      load(key);
-      ptx::cp_async_wait<0>();
-      ptx::barrier();  // every thread's part of the block has landed
-    } else {
-      ptx::cp_async_wait<STAGES - 2>();
-      ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
-                       // next
-      load(key - (STAGES - 1) * BLOCK_K);
+    ptx::cp_async_wait<STAGES - 2>();
+    ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
+                     // next
+    if constexpr (T::PLANES > 1) {
+      split_rows<T, THREADS>(shared.in.k[0], 0, shared.k_landing, ptx::opaque(threadIdx.x));
+      split_rows<T, THREADS>(shared.in.v[0], 0, shared.v_landing, ptx::opaque(threadIdx.x));
+      ptx::barrier();  // every thread's part of the block is split
     }
+    load(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
     const Mask mask = shared.mask;
     const int warp_q = shared.q_begin + ptx::uniform(ptx::opaque(threadIdx.x) / 32) * WARP_Q;
     const int warp_q_end = min(warp_q + WARP_Q, p.len_q), key_end = key + BLOCK_K;

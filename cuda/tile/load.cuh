@@ -14,71 +14,102 @@ struct alignas(2) Packet<2> {
   u16 half;
 };
 
-// Eight elements, of which the first `valid` exist, into one 16-byte chunk of each plane. WIDTH divides a row's bytes,
-// so that each access of WIDTH bytes is there or is not. 16-bit elements are copied asynchronously; two bytes are too
-// few for cp.async, those are copied in step.
-template <int WIDTH, class T, int ROWS, int COLUMNS>
+// fp32 elements land here before they are split into planes: a thread splits just what it copied itself. 16-bit
+// elements land in their tile.
+template <class T, int ROWS, int COLUMNS>
+struct Landing {
+  Packet<16> packet[ROWS * COLUMNS / 4];
+};
+template <class T, int ROWS, int COLUMNS>
   requires(T::PLANES == 1)
-DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, u32 row, u32 chunk, const u16 *from, int valid) {
-  unsigned char *to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(row, chunk);
-#pragma unroll
-  for (int i = 0; i < 8; i += WIDTH / 2) {
-    if constexpr (WIDTH == 2) {
-      *reinterpret_cast<u16 *>(to + 2 * i) = i < valid ? from[i] : u16(0);
-    } else {
-      ptx::cp_async<WIDTH>(ptx::smem_address(to + 2 * i), from + i, i < valid);
-    }
-  }
-}
+struct Landing<T, ROWS, COLUMNS> {};
 
-// fp32 elements are read WIDTH bytes at a time and split into their planes.
-template <int WIDTH, class T, int ROWS, int COLUMNS>
-  requires(T::PLANES > 1)
-DEVICE void load_chunk(Operand<T, ROWS, COLUMNS> &operand, u32 row, u32 chunk, const float *from, int valid) {
-  constexpr int ELEMENTS = WIDTH / 4;
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; i += ELEMENTS) {
-    Packet<WIDTH> packet = {};
-    if (i < valid) packet = *reinterpret_cast<const Packet<WIDTH> *>(from + i);
-#pragma unroll
-    for (int j = 0; j < ELEMENTS; ++j) x[i + j] = ptx::bits_float(packet.word[j]);
-  }
-  Packet<16> packet[T::PLANES];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    u32 planes[T::PLANES];
-    split<T>(x[2 * j], x[2 * j + 1], planes);
-#pragma unroll
-    for (int k = 0; k < T::PLANES; ++k) packet[k].word[j] = planes[k];
-  }
-#pragma unroll
-  for (int k = 0; k < T::PLANES; ++k)
-    *reinterpret_cast<Packet<16> *>(operand.plane[k].bytes() + Tile<ROWS, COLUMNS>::offset(row, chunk)) = packet[k];
-}
-
-// Fills an operand with `rows` rows of `columns` elements; row r starts at source + r * stride. All THREADS of the
-// block take part. 16-bit elements arrive asynchronously: commit, wait and a barrier come before the first use.
-template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
-DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, const typename T::Storage *source, i64 stride, int rows,
-                      int columns, u32 thread) {
-  constexpr int CHUNKS = COLUMNS / 8;
-  constexpr int LANES = CHUNKS % 3 == 0 ? CHUNKS / 3 : CHUNKS;  // threads side by side on a row, a power of two
-  constexpr int STEP = THREADS / LANES;                         // rows between a thread's visits
+// The 8-column chunks of a tile that one of THREADS threads moves: threads side by side on LANES chunks of a row, then
+// every STEP-th row.
+template <int THREADS, int ROWS, int COLUMNS>
+struct Share {
+  static constexpr int CHUNKS = COLUMNS / 8;
+  static constexpr int LANES = CHUNKS % 3 == 0 ? CHUNKS / 3 : CHUNKS;  // a power of two
+  static constexpr int STEP = THREADS / LANES;
+  static constexpr int VISITS = ROWS <= STEP ? 1 : ROWS / STEP;  // of each of the thread's columns
   static_assert(THREADS % LANES == 0 && (ROWS % STEP == 0 || STEP % ROWS == 0), "threads divide the tile evenly");
-  const u32 first = thread / LANES;
-  if (STEP > ROWS && first >= ROWS) return;
-  const int left = rows - static_cast<int>(first);
+
+  u32 row, chunk;  // the first
+  DEVICE explicit Share(u32 thread) : row(thread / LANES), chunk(thread % LANES) {}
+  DEVICE bool idle() const { return STEP > ROWS && row >= ROWS; }
+};
+
+// WIDTH bytes from global to shared memory, or zeros. Two bytes are too few for cp.async, those are copied in step.
+template <int WIDTH>
+DEVICE void copy(unsigned char *to, const void *from, bool present) {
+  if constexpr (WIDTH == 2) {
+    *reinterpret_cast<u16 *>(to) = present ? *static_cast<const u16 *>(from) : u16(0);
+  } else {
+    ptx::cp_async<WIDTH>(ptx::smem_address(to), from, present);
+  }
+}
+
+// Starts the copy of `rows` rows of `columns` elements; row r starts at source + r * stride. All THREADS of the block
+// take part; WIDTH divides a row's bytes, so that each access is there or is not. Commit and wait come before the first
+// use, and a barrier or, for fp32, split_rows.
+template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
+DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Landing<T, ROWS, COLUMNS> &landing,
+                      const typename T::Storage *source, i64 stride, int rows, int columns, u32 thread) {
+  using Mine = Share<THREADS, ROWS, COLUMNS>;
+  constexpr int SIZE = sizeof(typename T::Storage);
+  const Mine share(thread);
+  if (share.idle()) return;
+  const int left = rows - static_cast<int>(share.row);
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c += LANES) {
-    const u32 chunk = c + thread % LANES;
-    const int valid = max(0, min(columns - static_cast<int>(chunk * 8), 8));
-    const typename T::Storage *from = source + first * stride + chunk * 8;
+  for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES) {
+    const u32 chunk = c + share.chunk;
+    const int valid = columns - static_cast<int>(chunk * 8);
+    const typename T::Storage *from = source + share.row * stride + chunk * 8;
 #pragma unroll
-    for (int r = 0; r < ROWS; r += STEP) {
-      load_chunk<WIDTH>(operand, r + first, chunk, from, r < left ? valid : 0);
-      from += STEP * stride;  // past the last row of the array nothing is read
+    for (int i = 0; i < Mine::VISITS; ++i) {
+#pragma unroll
+      for (int byte = 0; byte < 8 * SIZE; byte += WIDTH) {
+        unsigned char *to;
+        if constexpr (T::PLANES == 1) {
+          to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(share.row + i * Mine::STEP, chunk) + byte;
+        } else {
+          to = reinterpret_cast<unsigned char *>(&landing.packet[(packet + byte / 16) * THREADS + thread]) + byte % 16;
+        }
+        copy<WIDTH>(to, from + byte / SIZE, i * Mine::STEP < left && byte / SIZE < valid);
+      }
+      packet += SIZE / 2;
+      from += Mine::STEP * stride;  // past the last row of the array nothing is read
     }
+  }
+}
+
+// Splits fp32 elements that have landed into the planes of rows [first, first + ROWS) of an operand. A barrier comes
+// before the first use. 16-bit elements have nothing to split.
+template <class T, int THREADS, int OPERAND_ROWS, int ROWS, int COLUMNS>
+DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, const Landing<T, ROWS, COLUMNS> &landing,
+                       u32 thread) {
+  if constexpr (T::PLANES > 1) {
+    using Mine = Share<THREADS, ROWS, COLUMNS>;
+    const Mine share(thread);
+    if (share.idle()) return;
+#pragma unroll
+    for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES)
+#pragma unroll
+      for (int i = 0; i < Mine::VISITS; ++i, packet += 2) {
+        Packet<16> planes[T::PLANES];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const Packet<16> &half = landing.packet[(packet + j / 2) * THREADS + thread];
+          u32 pair[T::PLANES];
+          split<T>(ptx::bits_float(half.word[j % 2 * 2]), ptx::bits_float(half.word[j % 2 * 2 + 1]), pair);
+#pragma unroll
+          for (int k = 0; k < T::PLANES; ++k) planes[k].word[j] = pair[k];
+        }
+        const u32 offset = Tile<OPERAND_ROWS, COLUMNS>::offset(first + share.row + i * Mine::STEP, c + share.chunk);
+#pragma unroll
+        for (int k = 0; k < T::PLANES; ++k)
+          *reinterpret_cast<Packet<16> *>(operand.plane[k].bytes() + offset) = planes[k];
+      }
   }
 }
 
