@@ -1,0 +1,345 @@
+"""What only JAX has: tracers, transformations, arrays that nobody may write."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import judge
+from kits import Kit, opened
+
+import cupyflash
+from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem
+from cupyflash._array import jax_arrays
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.frameworks
+
+
+@pytest.fixture(params=["jax", pytest.param("jax_cuda", marks=pytest.mark.gpu)])
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    with opened(request.param) as kit:
+        yield kit
+
+
+@pytest.fixture
+def host() -> Iterator[Kit]:
+    with opened("jax") as kit:
+        yield kit
+
+
+def inputs(*lead: int, batch: int = 2, dtype: Any = np.float16) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes = [(batch, 5, 4, 16), (batch, 9, 2, 16), (batch, 9, 2, 8)]
+    return [rng.standard_normal((*lead, *shape)).astype(dtype) for shape in shapes]
+
+
+def attend(*arrays: Any, **options: Any) -> Any:
+    return cupyflash.attention(*arrays, causal=True, return_lse=True, **options)
+
+
+def check(kit: Kit, result: Any, arrays: list[np.ndarray], **options: Any) -> None:
+    judge(tuple(map(kit.get, result)), *arrays, **{"causal": True, **options})
+
+
+# jit
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_under_jit(kit: Kit, dtype: str) -> None:
+    arrays = inputs(batch=16, dtype=getattr(ml_dtypes, dtype, dtype))
+    compiled = jax.jit(attend)
+    for _ in range(3):
+        check(kit, compiled(*map(kit.put, arrays)), arrays)
+
+
+def test_under_jit_between_other_operations(kit: Kit) -> None:
+    q, k, v = inputs()
+    layers = jax.jit(lambda q, k, v: attend(q * 2, k + 1, v)[0] * 2)
+    doubled = kit.get(layers(*map(kit.put, (q, k, v))))
+    straight = attend(*map(kit.put, (q * 2, k + 1, v)))
+    np.testing.assert_array_equal(doubled, 2 * kit.get(straight[0]))
+    check(kit, straight, [q * 2, k + 1, v])
+
+
+def test_in_a_loop_of_jax(kit: Kit) -> None:
+    q, k, v = (kit.put(x) for x in inputs(batch=1))
+    k, v = k[..., :8], v
+
+    def step(x: Any, _: Any) -> Any:
+        return cupyflash.attention(x, k, v), None
+
+    scanned, _ = jax.lax.scan(step, q[..., :8], length=4)
+    expected = q[..., :8]
+    for _ in range(4):
+        expected = cupyflash.attention(expected, k, v)
+    np.testing.assert_array_equal(kit.get(scanned), kit.get(expected))
+
+
+def test_layouts(kit: Kit) -> None:
+    arrays = inputs()
+    turned = [kit.put(x.transpose(0, 2, 1, 3).copy()) for x in arrays]
+    out, lse = jax.jit(lambda *a: attend(*a, layout="bhsd"))(*turned)
+    check(kit, (out.transpose(0, 2, 1, 3), lse), arrays)
+
+
+def test_one_trace_serves_many_calls(kit: Kit) -> None:
+    traces = []
+
+    @jax.jit
+    def f(*arrays: Any) -> Any:
+        traces.append(arrays)
+        return attend(*arrays)
+
+    for seed in range(3):
+        f(*(kit.put(x + seed) for x in inputs()))
+    assert len(traces) == 1
+
+
+def test_an_input_may_be_donated(kit: Kit) -> None:
+    q, k, _ = inputs()
+    donating = jax.jit(lambda q, k: cupyflash.attention(q, k, k), donate_argnums=0)
+    out = kit.get(donating(kit.put(q), kit.put(k)))
+    expected = cupyflash.attention(*map(kit.put, (q, k, k)))
+    np.testing.assert_array_equal(out, kit.get(expected))
+
+
+def test_inputs_of_an_asynchronous_computation(kit: Kit) -> None:
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ y * 0 + x, x))
+    for step in range(4):
+        big = slow(kit.put(np.full((256, 256), step, np.float32)))
+        q = big[:2, :160].reshape(2, 5, 2, 16)
+        out = cupyflash.attention(q, q, q)
+        np.testing.assert_array_equal(kit.get(out), step)
+
+
+# vmap
+
+
+def test_under_vmap(kit: Kit) -> None:
+    arrays = inputs(3)
+    out, lse = jax.vmap(attend)(*map(kit.put, arrays))
+    assert (out.shape, lse.shape) == ((3, 2, 5, 4, 8), (3, 2, 4, 5))
+    for i in range(3):
+        check(kit, (out[i], lse[i]), [x[i] for x in arrays])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "qk", "kv"])
+def test_under_vmap_of_some(kit: Kit, mapped: str, batch: int) -> None:
+    many, one = inputs(3, batch=batch), inputs(batch=batch)
+    arrays = [m if name in mapped else o for name, m, o in zip("qkv", many, one, strict=True)]
+    axes = tuple(0 if name in mapped else None for name in "qkv")
+    out, lse = jax.jit(jax.vmap(attend, axes))(*map(kit.put, arrays))
+    for i in range(3):
+        items = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
+        check(kit, (out[i], lse[i]), items)
+
+
+def test_under_nested_vmap(kit: Kit) -> None:
+    q, k, v = inputs(3, 2)
+    k = k[0]
+    f = jax.vmap(jax.vmap(attend), (0, None, 0))
+    out, lse = f(*map(kit.put, (q, k, v)))
+    assert out.shape == (3, 2, 2, 5, 4, 8)
+    for i in range(3):
+        for j in range(2):
+            check(kit, (out[i, j], lse[i, j]), [q[i, j], k[j], v[i, j]])
+
+
+def test_other_axes_may_be_mapped(kit: Kit) -> None:
+    q, k, v = inputs(3)
+    f = jax.vmap(attend, (4, 1, 0), (2, 0))
+    out, lse = f(*map(kit.put, (np.moveaxis(q, 0, 4), np.moveaxis(k, 0, 1), v)))
+    for i in range(3):
+        check(kit, (out[:, :, i], lse[i]), [q[i], k[i], v[i]])
+
+
+def test_nothing_mapped_is_nothing_computed(kit: Kit) -> None:
+    out, lse = jax.vmap(attend)(*(kit.put(x[:0]) for x in inputs(3)))
+    assert (out.shape, lse.shape) == ((0, 2, 5, 4, 8), (0, 2, 4, 5))
+
+
+# Gradients
+
+
+def test_gradients_are_refused_with_a_sentence(kit: Kit) -> None:
+    q, k, v = map(kit.put, inputs())
+
+    def loss(q: Any) -> Any:
+        return cupyflash.attention(q, k, v).sum()
+
+    attempts = [
+        lambda: jax.grad(loss)(q),
+        lambda: jax.jit(jax.grad(loss))(q),
+        lambda: jax.grad(jax.jit(loss))(q),
+        lambda: jax.jvp(loss, (q,), (q,)),
+        lambda: jax.vjp(loss, q),
+        lambda: jax.linearize(loss, q),
+        lambda: jax.grad(jax.checkpoint(loss))(q),
+        lambda: jax.vmap(jax.grad(loss))(q[None]),
+        lambda: jax.grad(lambda k: attend(q, k, v)[1].sum())(k),
+    ]
+    for attempt in attempts:
+        with pytest.raises(UnsupportedProblem, match="no backward pass yet"):
+            attempt()
+
+
+def test_a_stopped_gradient_is_zero(kit: Kit) -> None:
+    q, k, v = map(kit.put, inputs())
+    stopped = jax.grad(lambda q: cupyflash.attention(jax.lax.stop_gradient(q), k, v).sum())
+    np.testing.assert_array_equal(kit.get(stopped(q)), 0)
+    beside = jax.grad(lambda x: (x * cupyflash.attention(q, k, v).sum()).sum())
+    assert np.isfinite(kit.get(beside(q))).all()
+
+
+# Arguments
+
+
+def test_an_output_is_refused(host: Kit) -> None:
+    q, k, v = map(host.put, inputs())
+    for out in (q[..., :8], np.zeros((2, 5, 4, 8), np.float32)):
+        with pytest.raises(InvalidArgument, match="`out` must be None for JAX arrays"):
+            cupyflash.attention(q, k, v, out=out)
+
+
+def test_errors_come_while_tracing(host: Kit) -> None:
+    q, k, v = map(host.put, inputs())
+    with pytest.raises(InvalidArgument, match="`v` of shape"):
+        jax.jit(cupyflash.attention)(q, k, v[:, :4])
+    with pytest.raises(InvalidType, match="`softmax_scale` is a JAX tracer"):
+        jax.jit(lambda s: cupyflash.attention(q, k, v, softmax_scale=s))(0.5)
+    with pytest.raises(InvalidArgument, match="`kernel` must be None or one of"):
+        jax.jit(lambda q: cupyflash.attention(q, k, v, kernel="none"))(q)
+    with pytest.raises(UnsupportedProblem, match="takes arrays on a GPU"):
+        jax.jit(lambda q: cupyflash.attention(q, k, v, kernel="attention_fwd_sm80"))(q)
+    with pytest.raises(InvalidType, match="`q` has elements of type"):
+        cupyflash.attention(jax.random.key(0), k, v)
+    with pytest.raises(InvalidType, match="`k` is a JAX tracer"):
+        jax.jit(lambda k: cupyflash.attention(np.asarray(q), k, k))(k)
+    with pytest.raises(InvalidArgument, match="`q` is sharded over 2 devices"):
+        jax_arrays.device_of(SimpleNamespace(devices=lambda: {1, 2}), "q")
+    tpu = SimpleNamespace(platform="tpu")
+    with pytest.raises(InvalidType, match="`q` must be on the CPU or on an NVIDIA GPU"):
+        jax_arrays.ordinal(tpu, "q")
+
+
+MODIFIERS = {
+    "softcap": 3.0,
+    "attn_bias": np.linspace(-1, 1, 90, dtype=np.float32).reshape(2, 1, 5, 9),
+    "attn_mask": np.arange(45).reshape(5, 9) % 4 > 0,
+    "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.1], np.float32),
+    "learnable_sink": np.array([0.0, 1.0, -1.0, -np.inf], np.float32),
+    "seqused_k": np.array([4, 9], np.int32),
+    "seqused_q": np.array([5, 3], np.int32),
+}
+
+
+def test_modifiers_are_operands(host: Kit) -> None:
+    arrays = inputs()
+    scalars = {"softcap": MODIFIERS["softcap"]}
+    extras = {name: x for name, x in MODIFIERS.items() if name not in scalars}
+    put = {name: host.put(x) for name, x in extras.items()}
+    check(host, attend(*map(host.put, arrays), **put, **scalars), arrays, **MODIFIERS)
+    compiled = jax.jit(lambda a, extras: attend(*a, **extras, **scalars))
+    check(host, compiled([*map(host.put, arrays)], put), arrays, **MODIFIERS)
+
+
+def test_modifiers_under_vmap(host: Kit) -> None:
+    arrays = inputs(3)
+    bias = np.stack([MODIFIERS["attn_bias"] * i for i in range(3)])
+    mask = host.put(MODIFIERS["attn_mask"])
+    f = jax.vmap(lambda q, k, v, bias: attend(q, k, v, attn_bias=bias, attn_mask=mask))
+    out, lse = f(*map(host.put, arrays), host.put(bias))
+    for i in range(3):
+        items = [x[i] for x in arrays]
+        options = {"attn_bias": bias[i], "attn_mask": MODIFIERS["attn_mask"]}
+        check(host, (out[i], lse[i]), items, **options)
+
+
+def test_lengths_are_clamped_where_nobody_may_read_them(host: Kit) -> None:
+    arrays = inputs()
+    compiled = jax.jit(lambda a, lengths: attend(*a, seqused_k=lengths))
+    wild = host.put(np.array([-5, 1000], np.int32))
+    out, lse = compiled([*map(host.put, arrays)], wild)
+    check(host, (out, lse), arrays, seqused_k=np.array([0, 9]))
+    with pytest.raises(InvalidArgument, match=r"`seqused_k\[1\]` must be from 0"):
+        attend(*map(host.put, arrays), seqused_k=np.array([4, 1000]))
+    plain = attend(*map(host.put, arrays), seqused_k=[4, 9])
+    check(host, plain, arrays, seqused_k=np.array([4, 9]))
+
+
+def test_dropout_takes_its_state_from_the_host_or_from_jax(host: Kit) -> None:
+    arrays = inputs()
+    q, k, v = map(host.put, arrays)
+    seed, offset = 0xFEDCBA9876543210, (7 << 32) + 5
+    words = np.array([0x76543210, 0xFEDCBA98, 5, 7], np.uint32)
+    options = {"dropout_p": 0.3, "rng_state": (seed, offset)}
+    out = attend(q, k, v, **options)
+    check(host, out, arrays, **options)
+    compiled = jax.jit(lambda state: attend(q, k, v, dropout_p=0.3, rng_state=state))
+    np.testing.assert_array_equal(host.get(compiled(host.put(words))[0]), host.get(out[0]))
+    with pytest.raises(InvalidType, match="`rng_state` must be int64 or uint64"):
+        compiled(host.put(np.zeros(3, np.uint32)))
+    with pytest.raises(InvalidArgument, match="`rng_state` is None"):
+        attend(q, k, v, dropout_p=0.3)
+
+
+def test_double_precision(host: Kit) -> None:
+    with jax.enable_x64(True):
+        arrays = inputs(dtype=np.float64)
+        out, lse = jax.jit(attend)(*map(host.put, arrays))
+    assert out.dtype == lse.dtype == np.float64
+    ref, ref_lse = cupyflash.reference.attention(*arrays, causal=True)
+    np.testing.assert_allclose(host.get(out), ref, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(host.get(lse), ref_lse, rtol=1e-12)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_arrays_of_the_host_beside_a_gpu() -> None:
+    arrays = inputs()
+    with opened("jax_cuda"), opened("jax") as host:
+        check(host, attend(*map(host.put, arrays)), arrays)
+    with opened("jax_cuda"):
+        # Committed to the host, though JAX says so only when it runs.
+        put = [jax.device_put(x, jax.devices("cpu")[0]) for x in arrays]
+        out, lse = jax.jit(attend)(*put)
+        assert {d.platform for d in out.devices()} == {"cpu"}
+        judge((np.asarray(out), np.asarray(lse)), *arrays, causal=True)
+
+
+@pytest.mark.gpu
+def test_modifiers_are_refused_on_a_gpu_while_tracing() -> None:
+    with opened("jax_cuda") as kit:
+        q, k, v = map(kit.put, inputs())
+        with pytest.raises(UnsupportedProblem, match="softcap"):
+            jax.jit(lambda q: cupyflash.attention(q, k, v, softcap=3.0))(q)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_xla_replays() -> None:
+    arrays = inputs()
+    with opened("jax_cuda") as kit:
+
+        @jax.jit
+        def f(q: Any, k: Any, v: Any) -> Any:
+            k, v = k * 1.5, v * 0.5
+            for _ in range(4):  # enough operations for XLA to make a graph
+                q = cupyflash.attention(q, k, k) + q @ kit.put(np.eye(16, dtype=np.float32))
+            return cupyflash.attention(q, k, v)
+
+        first = kit.get(f(*map(kit.put, arrays)))
+        for _ in range(5):
+            np.testing.assert_array_equal(kit.get(f(*map(kit.put, arrays))), first)
+        changed = [x + 1 for x in arrays]
+        eager = jax.disable_jit()
+        other = kit.get(f(*map(kit.put, changed)))
+        with eager:
+            np.testing.assert_allclose(
+                kit.get(f(*map(kit.put, changed))), other, rtol=1e-5, atol=1e-5
+            )

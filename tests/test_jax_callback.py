@@ -1,0 +1,134 @@
+"""JAX's callback as on a GPU: buffers at addresses that nobody reads, launches that are recorded."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import _jit, _kernels, _launch
+from cupyflash._array import gpu
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.frameworks
+
+from cupyflash import _jax  # noqa: E402
+from cupyflash._jax import run  # noqa: E402
+
+
+class Buffer:
+    """A C-contiguous buffer of XLA's on CUDA device 1, at an address that nobody reads."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any = np.float16) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.__cuda_array_interface__ = {"data": (address, False)}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What device 1 would be given while device 0 is current: (params, device, stream)."""
+    given: list[Any] = []
+    state = SimpleNamespace(device=0)
+    runtime = SimpleNamespace(
+        getDevice=lambda: state.device, setDevice=lambda d: setattr(state, "device", d)
+    )
+
+    def load(launch: Any, device: int, **_: Any) -> Any:
+        return lambda params, stream: given.append((params, state.device, stream))
+
+    def launch(problem: Any, operands: Any) -> Any:
+        params = _launch.pack_forward(problem, operands, 0, 1)
+        return _launch.Launch("", "fake", "sm_90", (1, 1, 1), (32, 1, 1), 0, params)
+
+    row = _kernels.Kernel(
+        "fake", "forward", range(80, 130), "", lambda problem: None, launch=launch
+    )
+    monkeypatch.setattr(_kernels, "KERNELS", (row,))
+    monkeypatch.setattr(_launch, "load", load)
+    monkeypatch.setattr(gpu, "_runtime", lambda: runtime)
+    monkeypatch.setattr(_jit, "compute_capability", lambda device: 90)
+    monkeypatch.setattr(_jax, "device_of", lambda x, name: 1)
+    run.bound_of.cache_clear()
+    yield given
+    run.bound_of.cache_clear()
+
+
+def callback(
+    monkeypatch: pytest.MonkeyPatch, leads: list[tuple[int, ...]], batch: int = 2, shift: int = 0
+) -> tuple[list[int], list[Any]]:
+    """Trace one call on device 1, call it back, and return the addresses of its buffers."""
+    calls: list[Any] = []
+    monkeypatch.setattr(_jax, "_program", lambda: lambda call, *_: calls.append(call) or (0, 0))
+    shapes = [(batch, 5, 4, 16), (batch, 9, 2, 16), (batch, 9, 2, 8)]
+    host = jax.devices("cpu")[0]
+    arrays = [jax.device_put(np.zeros(shape, np.float16), host) for shape in shapes]
+    cupyflash.attention(*arrays, return_lse=True)
+    mapped = np.broadcast_shapes(*leads)
+    addresses = [(i + 1 << 20) + shift for i in range(5)]
+    inputs = [
+        Buffer(address, (*lead, *shape))
+        for address, lead, shape in zip(addresses, leads, shapes, strict=False)
+    ]
+    results = (
+        Buffer(addresses[3], (*mapped, batch, 5, 4, 8)),
+        Buffer(addresses[4], (*mapped, batch, 4, 5), np.float32),
+    )
+    run.compute(calls[0], SimpleNamespace(stream=77), results, *inputs)
+    return addresses, calls
+
+
+def test_the_callback_launches_on_xlas_buffers_and_stream(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any]
+) -> None:
+    addresses, calls = callback(monkeypatch, [(), (), ()])
+    ((params, device, stream),) = launches
+    assert _launch.POINTERS.unpack_from(params) == tuple(addresses)
+    assert (device, stream) == (1, 77)
+    assert calls[0].problem.arch == 90
+    assert calls[0].problem.width == 16
+    assert run.bound_of.cache_info().hits == 1  # loaded while tracing
+
+
+def test_the_callback_folds_what_is_mapped_into_the_batch(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any]
+) -> None:
+    addresses, _ = callback(monkeypatch, [(3, 2), (3, 2), (3, 2)])
+    callback(monkeypatch, [(3,), (1,), (3,)], batch=1)
+    (many, *_), (shared, *_) = launches
+    assert _launch.POINTERS.unpack_from(many) == tuple(addresses)
+    strides = _launch.FORWARD.unpack_from(many, _launch.POINTERS.size)
+    assert strides[:4] + strides[12:13] == (320, 64, 16, 288, 12)
+    strides = _launch.FORWARD.unpack_from(shared, _launch.POINTERS.size)
+    assert strides[:4] + strides[12:13] == (320, 64, 16, 0, 3)
+
+
+def test_the_callback_takes_items_apart_that_do_not_fold(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any]
+) -> None:
+    (q, k, v, out, lse), _ = callback(monkeypatch, [(2, 3), (1, 3), (1, 1)])
+    sizes = [1280, 1152, 576, 640, 160]  # bytes of an item
+    expected = [
+        (q + n * sizes[0], k + j * sizes[1], v, out + n * sizes[3], lse + n * sizes[4])
+        for n, (_, j) in enumerate(np.ndindex(2, 3))
+    ]
+    assert [_launch.POINTERS.unpack_from(params) for params, *_ in launches] == expected
+
+
+def test_the_callback_notices_odd_addresses(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any]
+) -> None:
+    widths: list[int] = []
+    pack = _launch.pack_forward
+
+    def record(problem: Any, *rest: Any) -> bytes:
+        widths.append(problem.width)
+        return pack(problem, *rest)
+
+    monkeypatch.setattr(_launch, "pack_forward", record)
+    callback(monkeypatch, [(), (), ()], shift=4)
+    assert widths == [16, 4]
