@@ -246,7 +246,7 @@ def test_rows_have_the_fields_of_the_design() -> None:
 
 
 def test_peers_are_chosen_by_name_device_and_presence(monkeypatch) -> None:
-    monkeypatch.setattr(peers.Peer, "installed", lambda self: self.name != "fa3")
+    monkeypatch.setattr(peers.Peer, "installed", lambda self, device: self.name != "fa3")
     assert [p.name for p in peers.choose("auto", "cuda")] == ["fa2", "cudnn", "efficient", "fa4"]
     assert [p.name for p in peers.choose("all", "cpu")] == ["sdpa", "jax", "eager"]
     assert peers.choose("none", "cuda") == []
@@ -257,8 +257,10 @@ def test_peers_are_chosen_by_name_device_and_presence(monkeypatch) -> None:
 
 def test_a_peer_without_its_package_is_not_installed() -> None:
     missing = peers.Peer("x", "x", ("no_such_package.cute",), ("cpu",), broken)
-    assert not missing.installed()
-    assert peer("y", oracle).installed()
+    assert not missing.installed("cpu")
+    assert peer("y", oracle).installed("cpu")
+    broken_parent = peers.Peer("z", "z", ("cupyflash.cli.nothing",), ("cpu",), broken)
+    assert not broken_parent.installed("cpu")
 
 
 @pytest.mark.frameworks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .runner import clock
+from .runner import clock, torch_sees_gpu
 from .timing import GpuClock
 
 SIDE = 8192
@@ -11,12 +11,10 @@ COPY_BYTES = 1 << 30
 
 def limits() -> dict[str, float]:
     """Return bf16 matrix TFLOP/s and copy TB/s (read and write); empty without torch or a GPU."""
-    try:
-        import torch
-    except ImportError:
+    if not torch_sees_gpu():
         return {}
-    if not torch.cuda.is_available():
-        return {}
+    import torch
+
     timer = clock("torch")
     assert isinstance(timer, GpuClock)
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))

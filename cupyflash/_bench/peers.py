@@ -21,7 +21,17 @@ import numpy as np
 
 from ..errors import InvalidArgument
 from .case import Case
-from .runner import Arrays, Runner, Unfit, clock, first, torch_arrays, torch_clock, torch_host
+from .runner import (
+    Arrays,
+    Runner,
+    Unfit,
+    clock,
+    first,
+    torch_arrays,
+    torch_clock,
+    torch_host,
+    torch_sees_gpu,
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,13 @@ class Peer:
     devices: tuple[str, ...]  # "cuda", "cpu"
     build: Callable[[Case, Arrays, str], Runner]
 
-    def installed(self) -> bool:
-        """Whether its modules can be found; nothing but their parent packages is imported."""
+    def installed(self, device: str) -> bool:
+        """Whether its modules can be found and, for a GPU, torch sees one; JAX says so itself."""
         try:
-            return all(importlib.util.find_spec(name) is not None for name in self.modules)
+            found = all(importlib.util.find_spec(name) is not None for name in self.modules)
         except Exception:  # a parent package that is there, but broken
             return False
+        return found and (device == "cpu" or self.name == "jax" or torch_sees_gpu())
 
 
 # --- torch ---
@@ -257,7 +268,7 @@ def choose(names: str, device: str) -> list[Peer]:
     if names in ("auto", "all"):
         wanted = AUTO[device] if names == "auto" else tuple(PEERS)
         found = (PEERS[name] for name in wanted)
-        return [peer for peer in found if device in peer.devices and peer.installed()]
+        return [peer for peer in found if device in peer.devices and peer.installed(device)]
     unknown = [name for name in names.split(",") if name not in PEERS]
     if unknown:
         expected = ", ".join(("auto", "all", "none", *PEERS))

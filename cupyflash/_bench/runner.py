@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +57,16 @@ def torch_arrays(arrays: Arrays, device: str) -> list[Any]:
     return [tensor(x) for x in arrays]
 
 
+@functools.cache
+def torch_sees_gpu() -> bool:
+    """Whether torch is installed, built for CUDA, and finds a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
 def torch_clock(device: str) -> HostClock:
     """Return the clock of torch tensors on a device."""
     return clock("host" if device == "cpu" else "torch")
@@ -96,7 +105,7 @@ def own_framework(device: str) -> str:
     """Return whose arrays cupyflash is timed on: those that the peers take where torch is there."""
     if device == "cpu":
         return "numpy"
-    return "torch" if importlib.util.find_spec("torch") is not None else "cupy"
+    return "torch" if torch_sees_gpu() else "cupy"
 
 
 def cupyflash(
