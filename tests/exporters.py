@@ -1,11 +1,12 @@
-"""Objects that export NumPy memory as foreign libraries do, and record what they were asked."""
+"""Objects that export memory as foreign libraries do, and a CUDA runtime that only remembers."""
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from cupyflash._array import dlpack
+from cupyflash._array import dlpack, foreign, gpu
 
 CODES = {name: key for key, name in dlpack.DTYPES.items()}
 
@@ -111,3 +112,19 @@ class CudaExporter:
         self.__cuda_array_interface__ = {"version": 3, "strides": None, **interface}
         if dtype is not None:
             self.dtype = dtype
+
+
+def install_fake_cuda(monkeypatch: Any) -> SimpleNamespace:
+    """A CUDA runtime that only remembers: the current device, and stream ``100 + device``."""
+    state = SimpleNamespace(device=0, moves=[], waits=[], stream=lambda device: 100 + device)
+
+    def set_device(device: int) -> None:
+        state.device = device
+        state.moves.append(device)
+
+    runtime = SimpleNamespace(getDevice=lambda: state.device, setDevice=set_device)
+    monkeypatch.setattr(gpu, "_runtime", lambda: runtime)
+    monkeypatch.setattr(foreign.ForeignAdapter, "stream", lambda self, d: state.stream(d))
+    monkeypatch.setattr(foreign, "_device_of", lambda pointer: pointer >> 32)
+    monkeypatch.setattr(foreign, "_wait_for", lambda *streams: state.waits.append(streams))
+    return state

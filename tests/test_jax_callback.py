@@ -1,4 +1,4 @@
-"""JAX's callback as on a GPU: buffers at addresses that nobody reads, launches that are recorded."""
+"""JAX's callback as on a GPU: buffers that nobody reads, launches that are recorded."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
