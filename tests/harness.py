@@ -1,0 +1,103 @@
+"""Run one kernel on hostile memory and hold it against the oracle by the accuracy rule."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from strided import Strided
+
+import cupyflash
+from cupyflash import _accuracy
+
+GPU_KERNEL = "attention_fwd_sm80"
+KERNELS = (pytest.param("cpu"), pytest.param(GPU_KERNEL, marks=pytest.mark.gpu))
+
+Result = tuple[np.ndarray, np.ndarray]
+Operand = Strided | np.ndarray
+
+
+def strided(array: Operand) -> Strided:
+    """Return the array with its storage; a bare NumPy array is copied densely."""
+    return array if isinstance(array, Strided) else Strided.of(array)
+
+
+def call(kernel: str, *arrays: Any, **options: Any) -> tuple[Any, Any]:
+    """Call the kernel on arrays of its framework and return (out, lse) in it.
+
+    On the GPU every byte that CuPy allocates and all shared memory hold NaN before the launch, so
+    that an element which the kernel does not write, or reads without need, shows.
+    """
+    options = {"kernel": kernel, "return_lse": True} | options
+    if kernel == "cpu":
+        return cupyflash.attention(*arrays, **options)
+    import cupy
+    import gpu
+
+    gpu.poison_shared()
+    with cupy.cuda.using_allocator(gpu.poisoned):
+        return cupyflash.attention(*arrays, **options)
+
+
+def fetch(kernel: str, *arrays: Any) -> Any:
+    """Bring the kernel's arrays to the host."""
+    if kernel == "cpu":
+        return arrays
+    import gpu
+
+    return tuple(gpu.fetch(array) for array in arrays)
+
+
+def run(kernel: str, q: Operand, k: Operand, v: Operand, **options: Any) -> Result:
+    """Return (out, lse) of one kernel in NumPy; `out` may be given as a `Strided` to write to."""
+    given = options.get("out")
+    if given is not None:
+        options["out"] = given.on(kernel)
+    out, lse = call(kernel, *(strided(x).on(kernel) for x in (q, k, v)), **options)
+    if given is not None:
+        return given.written(kernel).host, *fetch(kernel, lse)
+    return fetch(kernel, out, lse)
+
+
+def judge(result: Result, q: Operand, k: Operand, v: Operand, **options: Any) -> None:
+    """Assert that a result has the right shapes and dtypes and obeys the accuracy rule."""
+    out, lse = result
+    q, k, v = (strided(x).host for x in (q, k, v))
+    batch, len_q, heads, _ = q.shape
+    assert out.shape == (batch, len_q, heads, v.shape[3]), f"out has shape {out.shape}"
+    assert out.dtype == q.dtype, f"out has dtype {out.dtype}"
+    assert lse.shape == (batch, heads, len_q), f"lse has shape {lse.shape}"
+    assert lse.dtype == np.float32, f"lse has dtype {lse.dtype}"
+    verdict = _accuracy.verdict(out, lse, q, k, v, **options)
+    assert verdict.ok, verdict.message
+
+
+def check(kernel: str, q: Operand, k: Operand, v: Operand, **options: Any) -> Result:
+    """Run a kernel, hold it against the oracle and return (out, lse)."""
+    result = run(kernel, q, k, v, **options)
+    judge(result, q, k, v, **options)
+    return result
+
+
+def run_child(
+    *command: str, timeout: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command whose Python imports this copy of the package; its stdout holds stderr too."""
+    root = str(Path(cupyflash.__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays hold the same bits, NaN and signed zeros included."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

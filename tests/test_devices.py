@@ -1,0 +1,95 @@
+"""Forward on arrays of a device that is not the current one (two GPUs)."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GPU_KERNEL, judge
+
+import cupyflash
+from cupyflash.errors import InvalidArgument
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cp() -> Any:
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    return cupy
+
+
+def draw(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((1, 70, 2, 128)).astype(np.float16) for _ in "qkv"]
+
+
+def attend_on(cp: Any, device: int, seed: int) -> None:
+    """Call on arrays of one device while the thread's device is another."""
+    values = draw(seed)
+    with cp.cuda.Device(device):
+        arrays = [cp.asarray(x) for x in values]
+    current = cp.cuda.Device().id
+    out, lse = cupyflash.attention(*arrays, kernel=GPU_KERNEL, causal=True, return_lse=True)
+    assert cp.cuda.Device().id == current
+    assert out.device.id == lse.device.id == device
+    with cp.cuda.Device(device):
+        judge((out.get(), lse.get()), *values, causal=True)
+
+
+def test_each_device_in_turn(cp: Any) -> None:
+    for seed, device in enumerate((0, 1, 0, 1)):
+        attend_on(cp, device, seed)
+
+
+def test_a_thread_for_each_device(cp: Any) -> None:
+    def work(device: int) -> None:
+        for seed in range(50):
+            attend_on(cp, device, seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 1)))
+
+
+def test_the_stream_of_the_arrays_device_is_taken(cp: Any) -> None:
+    import gpu
+
+    with cp.cuda.Device(1):
+        stream = cp.cuda.Stream(non_blocking=True)
+        x = cp.ones((1, 64, 2, 64), np.float16)
+        out = cp.empty_like(x)
+        cupyflash.attention(x, x, x, out=out, kernel=GPU_KERNEL)
+        cp.cuda.Device().synchronize()
+        with stream:
+            gpu.spin(200)
+            cupyflash.attention(x, x, x, out=out, kernel=GPU_KERNEL)
+            assert not stream.done
+            assert cp.cuda.Stream.null.done
+            stream.synchronize()
+        assert (out.get() == 1).all()
+
+
+def test_arrays_of_two_devices_are_refused(cp: Any) -> None:
+    q, k, v = draw(1)
+    with cp.cuda.Device(0):
+        q = cp.asarray(q)
+    with cp.cuda.Device(1):
+        k, v = cp.asarray(k), cp.asarray(v)
+    with pytest.raises(InvalidArgument, match=r"`k` .*1.*`q` .*0|`q` .*0.*`k` .*1"):
+        cupyflash.attention(q, k, v)
+
+
+def test_torch_tensors_of_the_other_device(cp: Any) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this build of torch sees fewer than two GPUs")
+    values = draw(2)
+    tensors = [torch.from_numpy(x).to("cuda:1") for x in values]
+    with torch.cuda.device(0):
+        out, lse = cupyflash.attention(*tensors, kernel=GPU_KERNEL, return_lse=True)
+        assert torch.cuda.current_device() == 0
+    assert out.device == lse.device == tensors[0].device
+    judge((out.cpu().numpy(), lse.cpu().numpy()), *values)

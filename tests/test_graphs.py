@@ -1,0 +1,191 @@
+"""Forward inside CUDA graph captures, of CuPy and of torch (GPU)."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GPU_KERNEL, judge, run_child, same_bits
+
+import cupyflash
+
+pytestmark = pytest.mark.gpu
+SHAPE = (2, 100, 3, 64)
+
+# The first call of a process inside a capture says what to do and leaves the process whole; once
+# that is done, the same call is captured.
+COLD = """
+import sys
+from contextlib import contextmanager
+import numpy as np
+import cupyflash
+from cupyflash.errors import CupyflashError
+
+def cold(q, capture, fetch):
+    with capture():
+        try:
+            cupyflash.attention(q, q, q, kernel="attention_fwd_sm80")
+        except CupyflashError as error:
+            print("refused:", error)
+    cupyflash.warmup(q, q, q, kernel="attention_fwd_sm80")
+    with capture() as replay:
+        out = cupyflash.attention(q, q, q, kernel="attention_fwd_sm80")
+    q.fill(2) if hasattr(q, "fill") else q.fill_(2)
+    replay[0]()
+    assert (fetch(out) == 2).all()
+    print("replayed")
+
+def with_cupy():
+    import cupy
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    @contextmanager
+    def capture():
+        replay = []
+        stream.begin_capture()
+        try:
+            yield replay
+        finally:
+            replay.append(stream.end_capture().launch)
+
+    with stream:
+        cold(cupy.ones((1, 20, 1, 24), np.float16), capture, lambda x: x.get())
+
+def with_torch():
+    import torch
+    q = torch.ones((1, 20, 1, 24), dtype=torch.float16, device="cuda")
+    other = torch.zeros(1, device="cuda")
+
+    @contextmanager
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            other.add_(1)  # torch warns of a graph of no nodes
+            yield [graph.replay]
+
+    cold(q, capture, lambda x: x.cpu().numpy())
+
+globals()[sys.argv[1]]()
+"""
+
+
+@pytest.fixture
+def cp() -> Any:
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def torch_cuda() -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no CUDA")
+    return torch
+
+
+@contextmanager
+def capture(stream: Any) -> Iterator[list[Any]]:
+    """Record what CuPy's stream is given; the list holds the graph afterwards."""
+    graphs: list[Any] = []
+    stream.begin_capture()
+    try:
+        yield graphs
+    finally:
+        graphs.append(stream.end_capture())
+
+
+def draw(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(SHAPE).astype(np.float16) for _ in "qkv"]
+
+
+def attend(*arrays: Any, **options: Any) -> Any:
+    return cupyflash.attention(*arrays, kernel=GPU_KERNEL, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["fresh_output", "given_output"])
+def test_a_captured_call_replays_on_new_values(cp: Any, given: bool) -> None:
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        arrays = [cp.asarray(x) for x in draw(0)]
+        options = {"out": cp.empty(SHAPE, np.float16)} if given else {}
+        attend(*arrays, causal=True, **options)
+        with capture(stream) as graphs:
+            out, lse = attend(*arrays, causal=True, **options)
+        for seed in range(1, 4):
+            values = draw(seed)
+            for x, value in zip(arrays, values, strict=True):
+                x.set(value)
+            out.fill(np.nan)
+            lse.fill(np.nan)
+            graphs[0].launch(stream)
+            judge((out.get(), lse.get()), *values, causal=True)
+
+
+def test_a_copied_input_is_copied_at_every_replay(cp: Any) -> None:
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        wide = cp.zeros((*SHAPE[:3], 128), np.float16)
+        x = wide[..., ::2]
+        attend(x, x, x)
+        with capture(stream) as graphs:
+            out, _ = attend(x, x, x)
+        for number in (1, 2, 3):
+            wide.fill(number)
+            graphs[0].launch(stream)
+            assert (out.get() == number).all()
+
+
+def test_graphs_of_two_streams_and_eager_calls_do_not_disturb_each_other(cp: Any) -> None:
+    recorded = []
+    for seed in range(2):
+        stream = cp.cuda.Stream(non_blocking=True)
+        with stream:
+            arrays = [cp.asarray(x) for x in draw(seed)]
+            expected = [x.get() for x in attend(*arrays)]
+            with capture(stream) as graphs:
+                results = attend(*arrays)
+        recorded.append((stream, arrays, graphs[0], results, expected))
+    for _ in range(3):
+        for stream, arrays, graph, results, expected in recorded:
+            with stream:
+                big = cp.zeros((2, 2000, 3, 64), np.float16)
+                attend(big, big, big)
+                attend(*arrays)
+                graph.launch(stream)
+                for result, right in zip(results, expected, strict=True):
+                    assert same_bits(result.get(), right)
+
+
+def test_torch_captures_and_replays(torch_cuda: Any) -> None:
+    torch = torch_cuda
+    tensors = [torch.from_numpy(x).cuda() for x in draw(0)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attend(*tensors, causal=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(*tensors, causal=True)
+    for seed in range(1, 4):
+        values = draw(seed)
+        for x, value in zip(tensors, values, strict=True):
+            x.copy_(torch.from_numpy(value))
+        out.fill_(float("nan"))
+        graph.replay()
+        judge((out.cpu().numpy(), lse.cpu().numpy()), *values, causal=True)
+
+
+@pytest.mark.parametrize("framework", ["with_cupy", "with_torch"])
+def test_a_cold_call_inside_a_capture_says_what_to_do(framework: str) -> None:
+    if framework == "with_torch":
+        pytest.importorskip("torch")
+    child = run_child(sys.executable, "-c", COLD, framework, timeout=120)
+    assert child.returncode == 0, child.stdout
+    assert "refused: " in child.stdout
+    assert "cupyflash.warmup" in child.stdout
+    assert "replayed" in child.stdout

@@ -1,0 +1,166 @@
+"""Forward on sizes and strides beyond 16 and 32 bits (GPU)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GPU_KERNEL, call, check, judge, run, same_bits
+from strided import Layout
+
+pytestmark = pytest.mark.gpu
+GB = 10**9
+CHUNK = 2**27  # elements compared at a time
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    """Return CuPy's pool to the device after each test, for the workers beside this one."""
+    yield
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def need(gigabytes: float) -> None:
+    import gpu
+
+    free = gpu.free_bytes() / GB
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of free GPU memory, there are {free:.1f}")
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_q", "heads_k"),
+    [(65536, 1, 1), (1, 65536, 65536), (1, 65536, 1), (300, 300, 300), (70001, 3, 1)],
+)
+def test_more_than_65535_batches_or_heads(batch: int, heads_q: int, heads_k: int) -> None:
+    q = normal(1, batch, 1, heads_q, 8)
+    k, v = normal(2, batch, 1, heads_k, 8), normal(3, batch, 1, heads_k, 8)
+    out, lse = run(GPU_KERNEL, q, k, v, causal=True)
+    assert same_bits(out, np.repeat(v, heads_q // heads_k, axis=2))
+    assert np.isfinite(lse).all()
+
+
+def test_more_than_65535_query_tiles() -> None:
+    q = normal(1, 1, 65536 * 128 + 1, 1, 8)
+    k, v = normal(2, 1, 1, 1, 8), normal(3, 1, 1, 1, 8)
+    out, lse = run(GPU_KERNEL, q, k, v)
+    assert (out == v).all()
+    assert np.isfinite(lse).all()
+
+
+def test_a_million_keys() -> None:
+    q, k, v = normal(1, 1, 3, 2, 64), normal(2, 1, 2**20, 1, 64), normal(3, 1, 2**20, 1, 64)
+    check(GPU_KERNEL, q, k, v)
+    check(GPU_KERNEL, q, k, v, causal=True, window_size=(1000, 0))
+
+
+# Offsets. One operand lies in 8.6 GB of NaN with a stride that takes its last element past 2^32.
+
+FAR_ELEMENTS = 2**32
+SHAPE = (2, 65, 2, 64)
+FAR = {"batch": 0, "row": 1, "head": 2}
+
+
+def far_layout(shape: tuple[int, ...], axis: int) -> Layout:
+    """Lay out an array whose last index along the axis starts 2^32 elements after the first."""
+    strides = [0, 0, 0, 1]
+    span = shape[3]
+    for other in (2, 1, 0):
+        if other != axis:
+            strides[other] = span
+            span *= shape[other]
+    strides[axis] = FAR_ELEMENTS // (shape[axis] - 1)
+    return Layout(tuple(strides), 64)
+
+
+def row_bytes(layout: Layout, shape: tuple[int, ...], index: tuple[int, ...]) -> slice:
+    """Return where a row of a float16 array lies in its storage."""
+    steps = zip(index, layout.strides, strict=False)
+    start = 2 * (layout.offset + sum(i * s for i, s in steps))
+    return slice(start, start + 2 * shape[3])
+
+
+def scatter(memory: Any, layout: Layout, values: np.ndarray) -> None:
+    """Copy the rows of an array to their places, one by one (no kernel that could overflow too)."""
+    for index in np.ndindex(values.shape[:3]):
+        memory[row_bytes(layout, values.shape, index)].set(values[index].view(np.uint8))
+
+
+def gather(memory: Any, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
+    """Copy the rows of an array from their places."""
+    values = np.empty(shape, np.float16)
+    for index in np.ndindex(shape[:3]):
+        values[index] = memory[row_bytes(layout, shape, index)].get().view(np.float16)
+    return values
+
+
+def words_written(memory: Any) -> int:
+    """Count the 8-byte words that are not all ones any more."""
+    import cupy
+
+    words = memory.view(np.uint64)
+    ones = np.uint64(2**64 - 1)
+    chunks = (words[begin : begin + CHUNK] for begin in range(0, words.size, CHUNK))
+    return sum(int(cupy.count_nonzero(chunk != ones)) for chunk in chunks)
+
+
+@pytest.mark.parametrize("axis", FAR)
+@pytest.mark.parametrize("operand", ["q", "k", "v", "out"])
+def test_offsets_beyond_32_bits(operand: str, axis: str) -> None:
+    import cupy
+
+    need(10)
+    shape = tuple(5 if a == FAR[axis] and a != 1 else n for a, n in enumerate(SHAPE))
+    layout = far_layout(shape, FAR[axis])
+    memory = cupy.empty(2 * (FAR_ELEMENTS + 2**20), np.uint8)
+    memory.data.memset_async(0xFF, memory.nbytes)
+    far = cupy.ndarray(
+        shape, np.float16, memory.data + 2 * layout.offset, tuple(2 * s for s in layout.strides)
+    )
+    values = {name: normal(seed, *shape) for seed, name in enumerate("qkv")}
+    arrays: dict[str, Any] = {name: cupy.asarray(x) for name, x in values.items()}
+    if operand == "out":
+        out, lse = call(GPU_KERNEL, *arrays.values(), out=far)
+        assert out is far
+        result = gather(memory, layout, shape)
+        rows = shape[0] * shape[1] * shape[2]
+        assert words_written(memory) == rows * shape[3] * 2 // 8
+    else:
+        scatter(memory, layout, values[operand])
+        arrays[operand] = far
+        out, lse = call(GPU_KERNEL, *arrays.values())
+        result = out.get()
+    judge((result, lse.get()), *values.values())
+
+
+def test_arrays_of_more_than_two_to_the_31_elements() -> None:
+    import cupy
+
+    need(10)
+    rows = 2**20 + 1
+    q = cupy.zeros((1, rows, 16, 128), np.float16)
+    k, v = cupy.asarray(normal(2, 1, 1, 16, 128)), cupy.asarray(normal(3, 1, 1, 16, 128))
+    out, lse = call(GPU_KERNEL, q, k, v)
+    assert not lse.any()
+    for begin in range(0, rows, CHUNK // 2048):
+        assert (out[:, begin : begin + CHUNK // 2048] == v).all(), begin
+
+
+def test_an_lse_of_more_than_two_to_the_31_elements() -> None:
+    import cupy
+
+    need(20)
+    rows = 2**30 + 1
+    q = cupy.zeros((1, rows, 2, 1), np.float16)
+    v = cupy.asarray(normal(3, 1, 1, 2, 1))
+    out, lse = call(GPU_KERNEL, q, cupy.ones_like(v), v)
+    for begin in range(0, rows, CHUNK):
+        for head in range(2):
+            assert not lse[0, head, begin : begin + CHUNK].any(), begin
+        assert (out[:, begin : begin + CHUNK] == v).all(), begin

@@ -1,0 +1,39 @@
+"""The smoke cases under compute-sanitizer, in a child process (GPU)."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import SMOKE
+from harness import run_child
+
+pytestmark = pytest.mark.gpu
+SCRIPT = Path(__file__).with_name("sanitized.py")
+FOUND = 86  # the exit status that the tool is told to give where it finds an error
+
+
+def sanitize(tool: str, what: str) -> subprocess.CompletedProcess[str]:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
+    return run_child(*command, sys.executable, str(SCRIPT), what, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def sanitizer() -> None:
+    """Skip where the tool is absent, or does not see a fault that is there."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not on PATH")
+    planted = sanitize("memcheck", "fault")
+    if "Invalid __global__ write" not in planted.stdout:
+        pytest.skip(f"compute-sanitizer does not work on this machine: {planted.stdout[-300:]}")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_the_smoke_cases_are_clean(tool: str) -> None:
+    child = sanitize(tool, "smoke")
+    assert child.returncode == 0, child.stdout[-5000:]
+    for case in SMOKE:
+        assert case.id in child.stdout
