@@ -87,6 +87,9 @@ def _buffer(buffer: Any) -> Array:
 def _items(records: Records, ranks: dict[str, int]) -> Iterator[Records]:
     """Yield the calls to make: one, if there are no mapped dimensions or they join the batch."""
     mapped = records["out"].shape[:-4]
+    if not mapped:
+        yield records
+        return
     folded = {name: _fold(x, ranks[name], mapped) for name, x in records.items()}
     if records.keys() <= {*CORE, "out", "lse"} and all(folded.values()):
         yield {name: x for name, x in folded.items() if x is not None}
