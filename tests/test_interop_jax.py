@@ -78,6 +78,25 @@ def test_in_a_loop_of_jax(kit: Kit) -> None:
     np.testing.assert_array_equal(kit.get(scanned), kit.get(expected))
 
 
+def test_many_operations_replay(kit: Kit) -> None:
+    arrays = inputs()
+    one = kit.put(np.eye(16, dtype=np.float16))
+
+    @jax.jit
+    def f(q: Any, k: Any, v: Any) -> Any:
+        k, v = k * 1.5, v * 0.5
+        for _ in range(4):  # on a GPU enough of them for XLA to make a CUDA graph
+            q = cupyflash.attention(q, k, k) + q @ one
+        return cupyflash.attention(q, k, v)
+
+    for shift in (0, 1):
+        put = [kit.put(x + np.float16(shift)) for x in arrays]
+        with jax.disable_jit():
+            expected = kit.get(f(*put))
+        for _ in range(4):
+            np.testing.assert_array_equal(kit.get(f(*put)), expected)
+
+
 def test_layouts(kit: Kit) -> None:
     arrays = inputs()
     turned = [kit.put(x.transpose(0, 2, 1, 3).copy()) for x in arrays]
@@ -110,7 +129,7 @@ def test_inputs_of_an_asynchronous_computation(kit: Kit) -> None:
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ y * 0 + x, x))
     for step in range(4):
         big = slow(kit.put(np.full((256, 256), step, np.float32)))
-        q = big[:2, :160].reshape(2, 5, 2, 16)
+        q = big[:2, :160].reshape(2, 5, 2, 16).astype(np.float16)
         out = cupyflash.attention(q, q, q)
         np.testing.assert_array_equal(kit.get(out), step)
 
@@ -319,27 +338,3 @@ def test_modifiers_are_refused_on_a_gpu_while_tracing() -> None:
         q, k, v = map(kit.put, inputs())
         with pytest.raises(UnsupportedProblem, match="softcap"):
             jax.jit(lambda q: cupyflash.attention(q, k, v, softcap=3.0))(q)
-
-
-@pytest.mark.gpu
-def test_a_graph_of_xla_replays() -> None:
-    arrays = inputs()
-    with opened("jax_cuda") as kit:
-
-        @jax.jit
-        def f(q: Any, k: Any, v: Any) -> Any:
-            k, v = k * 1.5, v * 0.5
-            for _ in range(4):  # enough operations for XLA to make a graph
-                q = cupyflash.attention(q, k, k) + q @ kit.put(np.eye(16, dtype=np.float32))
-            return cupyflash.attention(q, k, v)
-
-        first = kit.get(f(*map(kit.put, arrays)))
-        for _ in range(5):
-            np.testing.assert_array_equal(kit.get(f(*map(kit.put, arrays))), first)
-        changed = [x + 1 for x in arrays]
-        eager = jax.disable_jit()
-        other = kit.get(f(*map(kit.put, changed)))
-        with eager:
-            np.testing.assert_allclose(
-                kit.get(f(*map(kit.put, changed))), other, rtol=1e-5, atol=1e-5
-            )
