@@ -1,0 +1,116 @@
+"""The compile gate: every kernel, for every architecture, without a GPU.
+
+A unit passes if NVRTC and ptxas have nothing to remark, no register spills, no thread has a stack,
+and the blocks that the configuration promises fit a multiprocessor. Register allocation differs
+between versions of NVRTC: a pass holds for the version that made it, which pyproject.toml pins.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from cupyflash import _jit, _unit
+from cupyflash._kernels import KERNELS, Kernel
+from cupyflash._problem import Problem
+from cupyflash.masks import Band
+
+pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
+
+# CUDA C++ Programming Guide, "Technical specifications per compute capability": bytes of shared
+# memory of a multiprocessor and of a block; every block takes another KiB for the system.
+SHARED = {
+    80: (164, 163),
+    86: (100, 99),
+    89: (100, 99),
+    90: (228, 227),
+    100: (228, 227),
+    120: (100, 99),
+}
+SYSTEM_BYTES = 1024
+REGISTERS = 65536  # of a multiprocessor, on all of them
+
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # one of each class: the classes' upper ends
+DTYPES = ("bfloat16", "float16", "float32")
+FULL, CAUSAL = Band(), Band(None, 0)
+BANDS = {"full": FULL, "causal": CAUSAL, "from": Band(128, None), "window": Band(128, 128)}
+ROWS = [row for row in KERNELS if row.config is not None]
+
+
+def problem(arch: int, dtype: str, head_dim: int, **changes: Any) -> Problem:
+    facts = {
+        "batch": 2,
+        "len_q": 4096,
+        "len_k": 4096,
+        "heads_q": 8,
+        "heads_k": 8,
+        "head_dim_v": head_dim,
+        "scale": 1.0,
+        "band": CAUSAL,
+    }
+    return Problem(dtype=dtype, head_dim=head_dim, arch=arch, **(facts | changes))
+
+
+def label(row: Kernel, problem: Problem) -> str:
+    band = next(name for name, band in BANDS.items() if band == problem.band)
+    dims = f"{problem.head_dim}x{problem.head_dim_v}"
+    return (
+        f"{row.name}-{problem.arch}-{problem.dtype}-{dims}-{band}-{problem.width}-{problem.scale}"
+    )
+
+
+def gate() -> list[Any]:
+    """Every architecture, dtype and class of head dims; then on one architecture the features."""
+    problems = [problem(*facts) for facts in itertools.product(SHARED, DTYPES, HEAD_DIMS)]
+    for dtype in DTYPES:
+        problems += [problem(90, dtype, 128, band=band) for band in BANDS.values()]
+        problems += [problem(90, dtype, 128, width=width) for width in (2, 4, 8)]
+        problems += [problem(90, dtype, 128, scale=scale) for scale in (0.0, -1.0)]
+        problems += [
+            problem(90, dtype, 192, head_dim_v=128),
+            problem(90, dtype, 64, head_dim_v=256),
+        ]
+        everything = {"band": BANDS["window"], "width": 4, "head_dim_v": 256, "scale": -1.0}
+        problems += [problem(90, dtype, head_dim, **everything) for head_dim in (64, 256)]
+    return [
+        pytest.param(row, problem, id=label(row, problem))
+        for row in ROWS
+        for problem in dict.fromkeys(problems)
+        if row.refusal(problem) is None
+    ]
+
+
+@pytest.fixture
+def kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep cubins from run to run: their key holds all that they depend on."""
+    folder = pytestconfig.cache.mkdir("cupyflash-kernels")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("row", "problem"), gate())
+def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Problem) -> None:
+    assert row.config is not None
+    assert problem.arch is not None
+    config = row.config(problem)
+    cubin = _jit.compile(_unit.render(row.name, config), row.name, f"sm_{problem.arch}")
+    used = cubin.resources
+    assert cubin.log == ""
+    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    threads = 32 * config.warps
+    assert used.registers * threads * config.min_blocks <= REGISTERS
+    multiprocessor, block = (kibibytes * 1024 for kibibytes in SHARED[problem.arch])
+    shared = used.shared + config.smem_bytes
+    assert shared <= block
+    assert config.min_blocks * (shared + SYSTEM_BYTES) <= multiprocessor
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_some_kernel_takes_every_class(arch: int) -> None:
+    asked = [problem(arch, *facts) for facts in itertools.product(DTYPES, HEAD_DIMS)]
+    assert not [p for p in asked if all(row.refusal(p) for row in ROWS)]
+
+
+def test_every_kernel_file_is_a_row() -> None:
+    files = {name for name in _jit.sources() if name.startswith("kernels/")}
+    assert files == {f"kernels/{row.name}.cu" for row in ROWS}
