@@ -158,9 +158,10 @@ EXACT = Arithmetic(np.float64)
 
 
 def _same_dtype(dtype: Any) -> Arithmetic:
-    """Return the arithmetic of `plain`; sums run backwards, lest fp64 round as the oracle does."""
-    compute = np.float64 if dtype == np.float64 else np.float32
-    return Arithmetic(compute, dtype, chunk=64, order=slice(None, None, -1))
+    """Return the arithmetic of `plain`; fp64 sums run backwards, unlike the oracle's."""
+    if dtype == np.float64:
+        return Arithmetic(np.float64, dtype, chunk=64, order=slice(None, None, -1))
+    return Arithmetic(np.float32, dtype, chunk=64)
 
 
 @np.errstate(all="ignore")
