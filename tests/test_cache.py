@@ -95,7 +95,12 @@ def test_eight_cold_processes_compile_once(tiny: Tiny) -> None:
     assert len([path for path in tiny.cache.iterdir() if path.is_dir()]) == 1
 
 
-def test_sixteen_cold_threads_compile_once(tiny: Tiny) -> None:
+@pytest.mark.parametrize("locks", [True, False], ids=["lock files", "no lock files"])
+def test_sixteen_cold_threads_compile_once(
+    tiny: Tiny, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not locks:  # a file system without them
+        monkeypatch.setattr(_cache, "_process_lock", lambda path: contextlib.nullcontext())
     cubins: list[_jit.Cubin] = []
     in_threads(16, lambda: cubins.append(tiny.compile()))
     assert len(cubins) == 16
