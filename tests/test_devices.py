@@ -82,6 +82,7 @@ def test_arrays_of_two_devices_are_refused(cp: Any) -> None:
         cupyflash.attention(q, k, v)
 
 
+@pytest.mark.frameworks
 def test_torch_tensors_of_the_other_device(cp: Any) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 2:

@@ -160,6 +160,7 @@ def test_graphs_of_two_streams_and_eager_calls_do_not_disturb_each_other(cp: Any
                     assert same_bits(result.get(), right)
 
 
+@pytest.mark.frameworks
 def test_torch_captures_and_replays(torch_cuda: Any) -> None:
     torch = torch_cuda
     tensors = [torch.from_numpy(x).cuda() for x in draw(0)]
@@ -180,7 +181,9 @@ def test_torch_captures_and_replays(torch_cuda: Any) -> None:
         judge((out.cpu().numpy(), lse.cpu().numpy()), *values, causal=True)
 
 
-@pytest.mark.parametrize("framework", ["with_cupy", "with_torch"])
+@pytest.mark.parametrize(
+    "framework", ["with_cupy", pytest.param("with_torch", marks=pytest.mark.frameworks)]
+)
 def test_a_cold_call_inside_a_capture_says_what_to_do(framework: str) -> None:
     if framework == "with_torch":
         pytest.importorskip("torch")

@@ -128,6 +128,7 @@ def test_scratch_outlives_its_last_reference(cp: Any) -> None:
         assert (result == number % 50).all(), number
 
 
+@pytest.mark.frameworks
 def test_torch_inputs_are_read_after_they_were_written(torch_cuda: Any) -> None:
     torch = torch_cuda
     for side in (torch.cuda.Stream(), torch.cuda.default_stream()):
@@ -146,6 +147,7 @@ def test_torch_inputs_are_read_after_they_were_written(torch_cuda: Any) -> None:
             assert (result == number).all(), number
 
 
+@pytest.mark.frameworks
 def test_torch_is_not_synchronised(torch_cuda: Any) -> None:
     torch = torch_cuda
     side = torch.cuda.Stream()
@@ -159,6 +161,7 @@ def test_torch_is_not_synchronised(torch_cuda: Any) -> None:
         assert bool((out == 1).all())
 
 
+@pytest.mark.frameworks
 def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any) -> None:
     torch = torch_cuda
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
@@ -178,6 +181,7 @@ def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any) -> None:
         assert (result == number % 50).all(), number
 
 
+@pytest.mark.frameworks
 def test_torch_and_cupy_agree_bit_for_bit(torch_cuda: Any) -> None:
     torch = torch_cuda
     rng = np.random.default_rng(1)

@@ -92,4 +92,4 @@ def test_threads_that_meet_at_the_first_use(tmp_path: Path, repeat: int) -> None
         sys.executable, "-c", FIRST_USE, timeout=200, CUPYFLASH_CACHE_DIR=str(tmp_path)
     )
     assert child.returncode == 0, child.stdout
-    assert child.stdout.split() == ["compiled", "1"]
+    assert child.stdout.split()[-2:] == ["compiled", "1"]
