@@ -35,13 +35,15 @@ def import_cupy() -> Any:
 
 
 def _library() -> Any:
-    import_cupy()
-    try:
-        from cupy.cuda import nvrtc
+    # The first call loads NVRTC, then its builtins: a thread that came between would lack those.
+    with _cache.thread_lock("nvrtc"):
+        import_cupy()
+        try:
+            from cupy.cuda import nvrtc
 
-        nvrtc.getVersion()  # the library is loaded here
-    except (ImportError, OSError, RuntimeError) as error:
-        raise DeviceUnavailable(f"NVRTC cannot be loaded ({error}): {_INSTALL}") from error
+            nvrtc.getVersion()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise DeviceUnavailable(f"NVRTC cannot be loaded ({error}): {_INSTALL}") from error
     return nvrtc
 
 

@@ -107,6 +107,27 @@ def test_sixteen_cold_threads_compile_once(
     assert len(set(cubins)) == len(tiny.runs) == 1
 
 
+THREADS = """
+import sys, threading
+from cupyflash import _jit
+barrier, paths = threading.Barrier(16), []
+def work():
+    barrier.wait()
+    paths.append(_jit.compile(sys.argv[1], "add", "sm_80").path)
+threads = [threading.Thread(target=work) for _ in range(16)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(paths) == 16 and len(set(paths)) == 1
+"""
+
+
+@pytest.mark.usefixtures("tiny")
+def test_threads_of_a_fresh_process_import_and_compile_at_once() -> None:
+    for _ in range(3):
+        _jit.clear_cache()
+        subprocess.run([sys.executable, "-W", "error", "-c", THREADS, UNIT], check=True, timeout=60)
+
+
 def test_a_stuck_holder_of_the_lock_costs_one_compile(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
