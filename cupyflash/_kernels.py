@@ -10,13 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _cpu, reference
-from ._array import Array
+from . import _cpu, _tuning, _unit, reference
+from ._array import ITEMSIZES, Array
 from ._array.host import host_view
+from ._launch import FORWARD_BYTES, LOG2_E, Launch, pack_forward
 from ._problem import FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 
 __all__ = ["KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
+
+SM80_DTYPES = ("float16", "bfloat16", "float32")
+MAX_HEAD_DIM = _tuning.HEAD_DIMS[-1]
+MAX_LENGTH = 2**29  # sums of two positions, with a tile's padding, stay in 32 bits
+MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class KernelInfo(NamedTuple):
@@ -51,7 +58,7 @@ class Kernel:
     config : callable, optional
         Problem -> the configuration that its unit is rendered from.
     launch : callable, optional
-        (Problem, Operands) -> Launch, without a GPU.
+        (Problem, Operands, pointer to lse or 0) -> Launch, without a GPU.
     """
 
     name: str
@@ -62,7 +69,7 @@ class Kernel:
     automatic: bool = True
     run: Callable[[Problem, Operands, np.ndarray | None], None] | None = None
     config: Callable[[Problem], Any] | None = None
-    launch: Callable[[Problem, Operands], Any] | None = None
+    launch: Callable[..., Launch] | None = None
 
     @property
     def info(self) -> KernelInfo:
@@ -179,6 +186,70 @@ def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None)
         lse[...] = sums
 
 
+def _refuse_sm80(problem: Problem) -> str | None:
+    for name in ("head_dim", "head_dim_v"):
+        if (dim := getattr(problem, name)) > MAX_HEAD_DIM:
+            return f"needs {name} <= {MAX_HEAD_DIM}, got {dim}"
+    if problem.modifiers:
+        return f"does not take {', '.join(f'`{name}`' for name in problem.modifiers)}"
+    if reason := _refuse_dtype(problem, SM80_DTYPES):
+        return reason
+    if (longest := max(problem.len_q, problem.len_k)) > MAX_LENGTH:
+        return f"needs lengths up to {MAX_LENGTH}, got {longest}"
+    if (blocks := _blocks_sm80(problem, _config_sm80(problem))) > MAX_BLOCKS:
+        return f"launches at most {MAX_BLOCKS} blocks, this needs {blocks}"
+    return None
+
+
+def _config_sm80(problem: Problem) -> _tuning.ForwardSm80:
+    assert problem.arch is not None
+    return _tuning.forward_sm80(
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.arch,
+        mask=problem.band.cuda_type,
+        mask_bytes=problem.band.cuda_bytes,
+        width=problem.width,
+        positive_scale=problem.scale * LOG2_E >= SMALLEST_NORMAL,
+        params_bytes=FORWARD_BYTES,
+    )
+
+
+def _blocks_sm80(problem: Problem, config: _tuning.ForwardSm80) -> int:
+    return -(-problem.len_q // config.block_q) * problem.batch * problem.heads_q
+
+
+def _launch_sm80(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
+    config = _config_sm80(problem)
+    group = _tuning.heads_per_group(
+        problem.len_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        ITEMSIZES[problem.dtype],
+        problem.batch * problem.heads_q,
+    )
+    return Launch(
+        unit=_unit.render(FORWARD_SM80.name, config),
+        symbol=FORWARD_SM80.name,
+        arch=f"sm_{problem.arch}",
+        grid=(_blocks_sm80(problem, config), 1, 1),
+        block=(config.warps * 32, 1, 1),
+        shared_bytes=config.smem_bytes,
+        params=pack_forward(problem, operands, lse, group),
+    )
+
+
+FORWARD_SM80 = Kernel(
+    name="attention_fwd_sm80",
+    op="forward",
+    arch=range(80, 1000),
+    needs=f"{', '.join(SM80_DTYPES)}; head dims <= {MAX_HEAD_DIM}; causal and windows",
+    unsupported=_refuse_sm80,
+    config=_config_sm80,
+    launch=_launch_sm80,
+)
+
 CPU = Kernel(
     name="cpu",
     op="forward",
@@ -198,4 +269,4 @@ REFERENCE = Kernel(
     run=_run_reference,
 )
 
-KERNELS = (CPU, REFERENCE)
+KERNELS = (FORWARD_SM80, CPU, REFERENCE)

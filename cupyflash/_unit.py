@@ -13,9 +13,8 @@ from . import __version__, _jit, masks
 __all__ = ["render"]
 
 # Where a type is defined: the unit includes it before the struct that names it.
-ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 HEADERS = {
-    **dict.fromkeys(ELEMENTS.values(), "tile/types.cuh"),
+    **dict.fromkeys(("Float16", "Bfloat16", "Float32"), "tile/types.cuh"),
     **{mask.__name__: mask.header for mask in masks.ALL},
 }
 

@@ -51,6 +51,7 @@ class Band:
     alignment: str = "bottom_right"
 
     header: ClassVar[str] = "masks/band.cuh"
+    cuda_bytes: ClassVar[int] = 16  # of an object of the CUDA type
 
     @classmethod
     def of(

@@ -12,7 +12,7 @@ import cupyflash
 from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem, _accuracy, attention
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
+SHAPES = {"q": (2, 131, 4, 24), "k": (2, 150, 2, 24), "v": (2, 150, 2, 16)}
 
 
 def draw(rng: np.random.Generator, dtype: str = "float32", **shapes: Any) -> list[np.ndarray]:
@@ -29,11 +29,11 @@ def modifiers(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         "one_side": {"window_size": (None, 2), "alignment": "top_left"},
         "scale": {"softmax_scale": -0.2},
         "softcap": {"softcap": 0.7},
-        "alibi": {"alibi_slopes": rng.random((2, 6), np.float32), "causal": True},
-        "bias": {"attn_bias": rng.standard_normal((6, 1, 33)).astype(np.float32)},
-        "mask": {"attn_mask": rng.random((2, 1, 21, 33)) < 0.6},
-        "lengths": {"seqused_q": np.array([3, 21]), "seqused_k": [33, 4], "causal": True},
-        "sink": {"learnable_sink": np.linspace(-1, 1, 6, dtype=np.float32)},
+        "alibi": {"alibi_slopes": rng.random((2, 4), np.float32), "causal": True},
+        "bias": {"attn_bias": rng.standard_normal((4, 1, 150)).astype(np.float32)},
+        "mask": {"attn_mask": rng.random((2, 1, 131, 150)) < 0.6},
+        "lengths": {"seqused_q": np.array([3, 131]), "seqused_k": [150, 9], "causal": True},
+        "sink": {"learnable_sink": np.linspace(-1, 1, 4, dtype=np.float32)},
         "dropout": {"dropout_p": 0.3, "rng_state": (5, 6)},
     }
 
@@ -50,9 +50,9 @@ def test_every_option_against_the_oracle(
     options = modifiers(rng)[feature]
     out, lse = attention(q, k, v, return_lse=True, **options)
     assert out.dtype == dtype
-    assert out.shape == (2, 21, 6, 16)
+    assert out.shape == (2, 131, 4, 16)
     assert lse.dtype == (np.float64 if dtype == "float64" else np.float32)
-    assert lse.shape == (2, 6, 21)
+    assert lse.shape == (2, 4, 131)
     _accuracy.assert_accurate(out, lse, q, k, v, **options)
 
 
@@ -68,7 +68,7 @@ def test_all_options_together(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_a_kernel_may_be_named(kernel: str, rng: np.random.Generator) -> None:
     q, k, v = draw(rng, "bfloat16")
-    options = {"softcap": 2.0, "attn_mask": rng.random((21, 33)) < 0.5, "causal": True}
+    options = {"softcap": 2.0, "attn_mask": rng.random((131, 150)) < 0.5, "causal": True}
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, **options)
     assert out.dtype == ml_dtypes.bfloat16
     _accuracy.assert_accurate(out, lse, q, k, v, **options)
@@ -87,8 +87,8 @@ def test_layouts_agree_without_copies(rng: np.random.Generator) -> None:
 def test_bias_and_mask_have_the_same_shape_in_both_layouts(rng: np.random.Generator) -> None:
     arrays = draw(rng)
     options = {
-        "attn_bias": rng.standard_normal((2, 6, 21, 33)),
-        "attn_mask": rng.random((6, 21, 33)) < 0.8,
+        "attn_bias": rng.standard_normal((2, 4, 131, 150)),
+        "attn_mask": rng.random((4, 131, 150)) < 0.8,
     }
     out = attention(*arrays, **options)
     turned = [x.transpose(0, 2, 1, 3) for x in arrays]
@@ -97,7 +97,7 @@ def test_bias_and_mask_have_the_same_shape_in_both_layouts(rng: np.random.Genera
 
 def test_out_is_written_and_returned(rng: np.random.Generator) -> None:
     arrays = draw(rng)
-    buffer = np.full((2, 21, 6, 20), np.nan, np.float32)
+    buffer = np.full((2, 131, 4, 20), np.nan, np.float32)
     out = buffer[..., 2:18]
     assert attention(*arrays, out=out) is out
     assert np.array_equal(out, attention(*arrays))
@@ -113,7 +113,7 @@ def test_inputs_may_be_read_only_strided_and_broadcast(rng: np.random.Generator)
     for x in (q, k, v):
         x.flags.writeable = False
     assert np.array_equal(attention(q, k, v, causal=True), expected)
-    wide = np.full((2, 33, 2, 48), np.nan, np.float32)
+    wide = np.full((2, 150, 2, 48), np.nan, np.float32)
     wide[..., ::2] = k
     assert np.array_equal(attention(q, wide[..., ::2], v, causal=True), expected)
     backwards = np.ascontiguousarray(k[:, ::-1, :, ::-1])
@@ -212,14 +212,14 @@ ARRAYS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         ({"k": None}, InvalidType, "`k` must be an array"),
         ({"v": "v"}, InvalidType, "`v` must be an array"),
         ({"q": np.zeros(3, "S4")}, InvalidType, "`q`"),
-        ({"q": np.zeros((2, 21, 6, 24), complex)}, InvalidType, "`q`.*complex"),
-        ({"k": np.zeros((2, 33, 2, 24), ">f4")}, InvalidType, "`k`.*>f4"),
-        ({"k": np.zeros((2, 33, 4, 24), np.float32)}, InvalidArgument, "`v` .*heads_k 2"),
+        ({"q": np.zeros((2, 131, 4, 24), complex)}, InvalidType, "`q`.*complex"),
+        ({"k": np.zeros((2, 150, 2, 24), ">f4")}, InvalidType, "`k`.*>f4"),
+        ({"k": np.zeros((2, 150, 4, 24), np.float32)}, InvalidArgument, "`v` .*heads_k 2"),
         ({"attn_mask": [[True]]}, InvalidType, "`attn_mask` must be an array"),
         ({"attn_bias": 1.0}, InvalidType, "`attn_bias` must be an array"),
-        ({"out": np.zeros((2, 21, 6, 24), np.float32)}, InvalidArgument, "`out`"),
+        ({"out": np.zeros((2, 131, 4, 24), np.float32)}, InvalidArgument, "`out`"),
         ({"out": [0]}, InvalidType, "`out` must be an array"),
-        ({"seqused_k": [34, 0]}, InvalidArgument, r"`seqused_k\[0\]` .*33, got 34"),
+        ({"seqused_k": [151, 0]}, InvalidArgument, r"`seqused_k\[0\]` .*150, got 151"),
         ({"seqused_k": [1.5, 0]}, InvalidType, "`seqused_k` has dtype float64"),
         ({"seqused_k": [1]}, InvalidArgument, "`seqused_k` .*batch 1"),
         ({"rng_state": "seed", "dropout_p": 0.1}, InvalidType, "`rng_state`"),
@@ -247,7 +247,7 @@ def test_float8_is_recognised_and_refused_with_reasons() -> None:
 
 
 def test_nothing_is_written_before_an_error() -> None:
-    out = np.full((2, 21, 6, 16), np.nan, np.float32)
+    out = np.full((2, 131, 4, 16), np.nan, np.float32)
     with pytest.raises(InvalidArgument):
         attention(**ARRAYS, out=out, window_size=(-5, 0))
     assert np.isnan(out).all()
@@ -278,7 +278,7 @@ def test_torch_in_torch_out(dtype: str, torch: Any, rng: np.random.Generator) ->
 def test_torch_heads_first_comes_back_heads_first(torch: Any, rng: np.random.Generator) -> None:
     tensors = [torch.from_numpy(x).transpose(1, 2) for x in draw(rng)]
     out = attention(*tensors, layout="bhsd")
-    assert out.shape == (2, 6, 21, 16)
+    assert out.shape == (2, 4, 131, 16)
     assert out.transpose(1, 2).is_contiguous()
 
 
@@ -340,9 +340,9 @@ def test_an_unknown_library_gets_numpy_arrays_back(rng: np.random.Generator) -> 
     out, lse = attention(*exported, causal=True, return_lse=True)
     assert np.array_equal(np.asarray(out), expected)
     assert np.array_equal(np.asarray(lse), sums)
-    given = Exporter(np.full((2, 21, 6, 16), np.nan, np.float32))
+    given = Exporter(np.full((2, 131, 4, 16), np.nan, np.float32))
     assert attention(*exported, causal=True, out=given) is given
     assert np.array_equal(given.array, expected)
-    mask = rng.random((21, 33)) < 0.5
+    mask = rng.random((131, 150)) < 0.5
     out = attention(*exported, attn_mask=Exporter(mask), seqused_k=[3, 9])
     assert np.array_equal(np.asarray(out), attention(*arrays, attn_mask=mask, seqused_k=[3, 9]))

@@ -1,0 +1,184 @@
+"""A GPU that is none: arrays of a made-up framework, and a kernel that computes on the host.
+
+The kernel decodes the bytes of a launch by the C struct of attention_fwd_sm80 and computes with the
+oracle through the pointers and strides that it finds there, so that a wrong byte is a wrong result.
+"""
+
+import ctypes
+import re
+from ctypes import c_float, c_int, c_longlong, c_void_p
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from cupyflash import _array, _call, _jit, _launch, reference
+from cupyflash._array import Adapter, Array
+from cupyflash._array.base import dtype_name, element_strides
+from cupyflash._array.host import empty_strided, host_view
+
+LOG2_E = 1.4426950408889634
+
+
+class Params(ctypes.Structure):
+    """Params of cuda/kernels/attention_fwd_sm80.cu, with the natural alignment of C."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "o", "lse")),
+        *((f"{x}_{axis}", c_longlong) for x in "qkvo" for axis in ("batch", "row", "head")),
+        *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
+        *((name, c_int) for name in ("head_dim", "head_dim_v", "group")),
+        ("scale", c_float),
+        *((name, c_int) for name in ("left", "right", "bottom_right")),
+    ]
+
+
+class FakeArray:
+    """NumPy memory that claims to be on a CUDA device."""
+
+    def __init__(self, host: np.ndarray, device: int = 0) -> None:
+        self.host = host
+        self.device = device
+
+
+class FakeAdapter(Adapter):
+    """Of `FakeArray`; ``calls`` counts what is asked of it."""
+
+    framework = "fake"
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.copies = 0
+        self.allocated: list[tuple[tuple[int, ...], str]] = []
+
+    def facts(self, x: FakeArray) -> tuple[Any, ...]:
+        return (x.host.shape, x.host.strides, x.host.dtype, x.device)
+
+    def pointer(self, x: FakeArray) -> int:
+        return x.host.ctypes.data if x.host.size else 0
+
+    def array(self, x: FakeArray, name: str) -> Array:
+        strides = element_strides(x.host.shape, x.host.strides, x.host.itemsize, name)
+        return Array(
+            self.pointer(x), x.host.shape, strides, dtype_name(x.host.dtype, name), x.device,
+            self.framework, not x.host.flags.writeable, x,
+        )  # fmt: skip
+
+    def empty_strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
+    ) -> FakeArray:
+        self.allocated.append((shape, dtype))
+        host = empty_strided(shape, strides, dtype)
+        host[...] = np.nan
+        return FakeArray(host, device)
+
+    def stream(self, device: int) -> int:
+        return 1000 + device
+
+    def capturing(self, device: int) -> bool:
+        return self.recording
+
+    def contiguous_last(self, x: FakeArray) -> FakeArray:
+        if x.host.strides[-1] == x.host.itemsize:
+            return x
+        self.copies += 1
+        return FakeArray(np.ascontiguousarray(x.host), x.device)
+
+
+class FakeKernel:
+    """A loaded function: what `cupy.cuda.function.Function` is to a launch."""
+
+    def __init__(self, unit: str, shared_bytes: int, launches: list[SimpleNamespace]) -> None:
+        self.unit = unit
+        self.shared_bytes = shared_bytes
+        self.launches = launches
+
+    def __call__(
+        self, grid: Any, block: Any, args: Any, shared_mem: int = 0, stream: Any = None
+    ) -> None:
+        (argument,) = args
+        assert type(argument) is np.void  # by value
+        assert argument.itemsize == ctypes.sizeof(Params)
+        assert shared_mem == self.shared_bytes
+        p = Params.from_buffer_copy(argument.tobytes())
+        self.launches.append(
+            SimpleNamespace(
+                grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p
+            )
+        )
+        self.compute(p)
+
+    def compute(self, p: Params) -> None:
+        dtype = re.search(r"using T = (\w+);", self.unit)[1].lower()
+        has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
+        left, right = (
+            x if flag == "true" else -1 for x, flag in zip((p.left, p.right), has, strict=True)
+        )
+
+        def view(x: str, length: int, heads: int, dim: int) -> np.ndarray:
+            strides = tuple(getattr(p, f"{x}_{axis}") for axis in ("batch", "row", "head"))
+            shape = (p.batch, length, heads, dim)
+            return host_view(
+                Array(getattr(p, x) or 0, shape, (*strides, 1), dtype, -1, "fake", False, None)
+            )
+
+        out, lse = reference.attention(
+            view("q", p.len_q, p.heads_q, p.head_dim),
+            view("k", p.len_k, p.heads_k, p.head_dim),
+            view("v", p.len_k, p.heads_k, p.head_dim_v),
+            softmax_scale=p.scale / LOG2_E,
+            window_size=(left, right),
+            alignment="bottom_right" if p.bottom_right else "top_left",
+        )
+        view("o", p.len_q, p.heads_q, p.head_dim_v)[...] = out
+        if p.lse:
+            strides = _array.contiguous_strides(lse.shape)
+            host_view(Array(p.lse, lse.shape, strides, "float32", -1, "", False, None))[...] = lse
+
+
+class Guard:
+    """Stands for `device_guard`: remembers the devices that were made current."""
+
+    entered: ClassVar[list[int]] = []
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.entered.append(self.device)
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class FakeGpu:
+    """What the tests see: the launches so far, and how often a unit was compiled and loaded."""
+
+    def __init__(self) -> None:
+        self.adapter = FakeAdapter()
+        self.capability = 90
+        self.launches: list[SimpleNamespace] = []
+        self.compiled: list[tuple[str, str, str]] = []
+        self.loaded: list[tuple[str, int, int]] = []
+
+    def compile(self, unit: str, symbol: str, arch: str) -> SimpleNamespace:
+        self.compiled.append((unit, symbol, arch))
+        return SimpleNamespace(unit=unit)
+
+    def load(self, cubin: SimpleNamespace, device: int, shared_bytes: int) -> FakeKernel:
+        self.loaded.append((cubin.unit, device, shared_bytes))
+        return FakeKernel(cubin.unit, shared_bytes, self.launches)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Put a `FakeGpu` in the place of NVRTC, the loader and the device."""
+    gpu = FakeGpu()
+    monkeypatch.setitem(_array._adapters, FakeArray, gpu.adapter)
+    monkeypatch.setattr(_jit, "compile", gpu.compile)
+    monkeypatch.setattr(_jit, "load", gpu.load)
+    monkeypatch.setattr(_jit, "compute_capability", lambda device: gpu.capability)
+    monkeypatch.setattr(_call, "device_guard", Guard)
+    monkeypatch.setattr(_launch, "_functions", {})
+    monkeypatch.setattr(Guard, "entered", [])
+    monkeypatch.setattr(_call, "PLANS", type(_call.PLANS)(64))
+    return gpu

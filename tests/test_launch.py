@@ -1,0 +1,467 @@
+"""From a call on a GPU to the bytes of a launch, without a GPU: packing, plans, loading."""
+
+import ctypes
+import dataclasses
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, install
+
+import cupyflash
+from cupyflash import DeviceUnavailable, InvalidArgument, UnsupportedProblem, _launch
+
+SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return install(monkeypatch)
+
+
+def draw(rng: np.random.Generator, dtype: Any = "float16", **shapes: Any) -> list[np.ndarray]:
+    return [rng.standard_normal(shape).astype(dtype) for shape in ({**SHAPES, **shapes}).values()]
+
+
+def attention(*arrays: np.ndarray, device: int = 0, **options: Any) -> Any:
+    """Call attention on the fake GPU and return NumPy arrays."""
+    on_gpu = [FakeArray(x, device) for x in arrays]
+    if "out" in options:
+        options["out"] = FakeArray(options["out"], device)
+    result = cupyflash.attention(*on_gpu, **options)
+    if options.get("return_lse"):
+        return result[0].host, result[1].host
+    return result.host
+
+
+# Params
+
+
+def test_the_struct_has_the_layout_of_c() -> None:
+    assert ctypes.sizeof(Params) == _launch.FORWARD_BYTES == 184
+    assert Params.q_batch.offset == _launch.POINTERS.size == 40
+    assert Params.batch.offset == 40 + 12 * 8
+    assert Params.scale.offset == 168
+    assert Params.left.offset == 172
+
+
+def test_every_field_of_params(fake: FakeGpu, rng: np.random.Generator) -> None:
+    q, k, v = draw(rng)
+    out = np.zeros((2, 21, 6, 20), np.float16)[..., 4:]
+    attention(q, k, v, causal=True, window_size=(5, 9), softmax_scale=0.3, out=out)
+    (launch,) = fake.launches
+    p = launch.p
+    for name, x in {"q": q, "k": k, "v": v, "o": out}.items():
+        assert getattr(p, name) == x.ctypes.data
+        strides = [getattr(p, f"{name}_{axis}") for axis in ("batch", "row", "head")]
+        assert strides == [x.strides[axis] // 2 for axis in (0, 1, 2)]
+    assert p.lse is None
+    assert (p.batch, p.len_q, p.len_k, p.heads_q, p.heads_k) == (2, 21, 33, 6, 2)
+    assert (p.head_dim, p.head_dim_v) == (24, 16)
+    assert 1 <= p.group <= 12
+    assert p.scale == np.float32(0.3 * LOG2_E)
+    assert (p.left, p.right, p.bottom_right) == (5, 0, 1)
+    assert "using Mask = Band<true, true>;" in launch.unit
+    assert launch.stream == 1000
+
+
+def test_huge_sizes_and_strides_are_packed_whole(fake: FakeGpu) -> None:
+    """Nothing is read: the kernel of this launch is replaced."""
+    row = 3_000_000_000
+    x = np.lib.stride_tricks.as_strided(np.zeros(1, np.float16), (3, 1, 1, 1), (2 * row, 2, 2, 2))
+    problem, operands = cupyflash._problem.describe(
+        {name: fake.adapter.array(FakeArray(x), name) for name in "qkv"},
+        arch=90,
+        window_size=(2**70, 10**30),
+    )
+    p = Params.from_buffer_copy(_launch.pack_forward(problem, operands, 0, 1))
+    assert (p.q_batch, p.k_batch, p.v_batch) == (row, row, row)
+    assert (p.left, p.right) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "alignment": "top_left"},
+        {"window_size": (3, 8)},
+        {"window_size": (None, 2**40)},
+        {"window_size": (0, -1), "softmax_scale": -0.3},
+        {"softmax_scale": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_launch_computes_attention(
+    options: dict[str, Any],
+    dtype: str,
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng, dtype)
+    out, lse = attention(*arrays, return_lse=True, **options)
+    expected, sums = cupyflash.attention(*arrays, return_lse=True, kernel="reference", **options)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
+
+
+def test_any_memory_is_passed_in_place(fake: FakeGpu, rng: np.random.Generator) -> None:
+    q, k, v = draw(rng)
+    expected = attention(q, k, v, causal=True)
+    for axes in itertools.permutations(range(3)):
+        back = (*(axes.index(axis) for axis in range(3)), 3)
+        moved = [np.ascontiguousarray(x.transpose(*axes, 3)).transpose(back) for x in (q, k, v)]
+        assert np.array_equal(attention(*moved, causal=True), expected)
+    flipped = [np.ascontiguousarray(x[:, ::-1])[:, ::-1] for x in (q, k, v)]
+    assert np.array_equal(attention(*flipped, causal=True), expected)
+    gaps = [np.pad(x, ((0, 0), (0, 0), (1, 1), (3, 5)))[:, :, 1:-1, 3:-5] for x in (q, k, v)]
+    assert np.array_equal(attention(*gaps, causal=True), expected)
+    turned = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    heads_first = attention(*turned, causal=True, layout="bhsd")
+    assert np.array_equal(heads_first.transpose(0, 2, 1, 3), expected)
+    assert heads_first.strides == expected.transpose(0, 2, 1, 3).strides
+    assert fake.adapter.copies == 0
+
+
+def test_a_last_stride_other_than_1_is_copied_once(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    q, k, v = draw(rng)
+    expected = attention(q, k, v)
+    wide = np.repeat(k, 2, axis=3)[..., ::2]
+    backwards = np.ascontiguousarray(v[..., ::-1])[..., ::-1]
+    flat = np.broadcast_to(v[..., :1], v.shape)
+    assert np.array_equal(attention(q, wide, v), expected)
+    assert fake.adapter.copies == 1
+    assert np.array_equal(attention(q, wide, backwards), expected)
+    assert fake.adapter.copies == 3
+    assert np.array_equal(attention(q, k, flat), attention(q, k, flat.copy()))
+    assert fake.adapter.copies == 4
+
+
+# The unit and the grid
+
+
+@pytest.mark.parametrize(("offset", "width"), [(0, 16), (4, 8), (2, 4), (1, 2)])
+def test_the_alignment_of_pointers_chooses_the_width(
+    offset: int,
+    width: int,
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng, v=(2, 33, 2, 24))
+    buffer = np.zeros(arrays[1].size + 32, np.float16)
+    start = (-buffer.ctypes.data % 16) // 2 + offset
+    arrays[1] = buffer[start:][: arrays[1].size].reshape(arrays[1].shape)
+    for x in (0, 2):
+        room = np.zeros(arrays[x].size + 8, np.float16)
+        first = (-room.ctypes.data % 16) // 2
+        room = room[first:][: arrays[x].size].reshape(arrays[x].shape)
+        room[...] = arrays[x]
+        arrays[x] = room
+    attention(*arrays)
+    assert f"WIDTH = {width};" in fake.launches[-1].unit
+
+
+def test_the_grid_covers_every_tile(fake: FakeGpu, rng: np.random.Generator) -> None:
+    for len_q, batch in ((1, 1), (64, 2), (129, 3)):
+        arrays = draw(rng, q=(batch, len_q, 6, 24), k=(batch, 3, 2, 24), v=(batch, 3, 2, 16))
+        attention(*arrays)
+        launch = fake.launches[-1]
+        constants = dict(
+            line.removeprefix("  static constexpr int ").rstrip(";").split(" = ")
+            for line in launch.unit.splitlines()
+            if line.startswith("  static constexpr int ")
+        )
+        block_q = int(constants["WARPS"]) * int(constants["M_TILES"]) * 16
+        assert launch.grid == (-(-len_q // block_q) * batch * 6, 1, 1)
+        assert launch.block == (32 * int(constants["WARPS"]), 1, 1)
+        assert launch.shared == int(constants["SMEM_BYTES"])
+        assert int(constants["PARAMS_BYTES"]) == ctypes.sizeof(Params)
+        assert int(constants["HEAD_DIM"]) >= 24
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"q": (0, 5, 2, 4), "k": (0, 3, 2, 4), "v": (0, 3, 2, 4)},
+        {"q": (2, 0, 2, 4), "k": (2, 3, 2, 4), "v": (2, 3, 2, 4)},
+        {"q": (2, 5, 0, 4), "k": (2, 3, 0, 4), "v": (2, 3, 0, 4)},
+    ],
+    ids=str,
+)
+def test_an_empty_grid_is_not_launched(
+    shapes: dict[str, Any],
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    q, k, v = draw(rng, **shapes)
+    for _ in range(2):
+        out, lse = attention(q, k, v, return_lse=True)
+        assert out.shape == q.shape
+        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert not fake.launches
+    assert not fake.compiled
+
+
+def test_no_keys_is_a_launch_that_writes(fake: FakeGpu, rng: np.random.Generator) -> None:
+    q, k, v = draw(rng, k=(2, 0, 2, 24), v=(2, 0, 2, 16))
+    out, lse = attention(q, k, v, return_lse=True)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    assert len(fake.launches) == 1
+
+
+# Plans
+
+
+def test_a_warm_call_replays_its_plan_on_new_pointers(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    for _ in range(4):
+        q, k, v = (np.array(x) for x in draw(rng))
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        expected, sums = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        np.testing.assert_allclose(out.astype(float), expected.astype(float), atol=2e-3)
+        np.testing.assert_allclose(lse, sums, rtol=1e-3)
+    assert len(fake.launches) == 4
+    assert len(fake.compiled) == len(fake.loaded) == 1
+
+
+def test_scalars_and_sizes_share_one_compile(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    for n in range(1, 40):
+        arrays = draw(rng, q=(n % 3 + 1, n, 4, 24), k=(n % 3 + 1, 2 * n, 2, 24),
+                      v=(n % 3 + 1, 2 * n, 2, 24))  # fmt: skip
+        attention(*arrays, softmax_scale=n / 7, window_size=(n, n + 1))
+    assert len(fake.compiled) == 1
+
+
+def test_facts_that_differ_never_share_a_plan(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    """Each call is made cold, then all again, warm: the results and units must be the same."""
+    q, k, v = draw(rng, v=(2, 33, 2, 24))
+    calls: list[tuple[list[np.ndarray], dict[str, Any]]] = [
+        ([q, k, v], {}),
+        ([q, k, v], {"causal": True}),
+        ([q, k, v], {"causal": True, "alignment": "top_left"}),
+        ([q, k, v], {"softmax_scale": 1}),
+        ([q, k, v], {"softmax_scale": 1.5}),
+        ([q, k, v], {"softmax_scale": np.float32(0.1)}),
+        ([q, k, v], {"softmax_scale": 0.1}),
+        ([q, k, v], {"window_size": (3, 4)}),
+        ([q, k, v], {"window_size": (4, 3)}),
+        ([q, k[:, :20], v[:, :20]], {}),
+        ([q[:, :20], k, v], {}),
+        ([q[..., :20], k[..., :20], v], {}),
+        ([q, k, v[..., :20]], {}),
+        ([q[:, :, :2], k, v], {}),
+        ([x.transpose(0, 2, 1, 3) for x in (q, k, v)], {"layout": "bhsd"}),
+        ([x.astype(np.float32) for x in (q, k, v)], {}),
+    ]
+    rounds = []
+    for _ in range(2):
+        fake.launches.clear()
+        results = [attention(*arrays, **options) for arrays, options in calls]
+        rounds.append((results, [launch.unit for launch in fake.launches]))
+    (cold, cold_units), (warm, warm_units) = rounds
+    assert cold_units == warm_units
+    for (arrays, options), first, second in zip(calls, cold, warm, strict=True):
+        expected = cupyflash.attention(*arrays, **options)
+        np.testing.assert_allclose(first.astype(float), expected.astype(float), atol=2e-3)
+        assert np.array_equal(first, second)
+        assert first.strides == second.strides
+
+
+def test_a_number_that_means_something_else_is_checked_again(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng)
+    attention(*arrays, softmax_scale=1.0, causal=True)
+    with pytest.raises(TypeError, match="`softmax_scale`"):
+        attention(*arrays, softmax_scale=True, causal=True)
+    with pytest.raises(TypeError, match="`causal`"):
+        attention(*arrays, softmax_scale=1.0, causal=1)
+    scale = np.array(0.5)
+    first = attention(*arrays, softmax_scale=scale)
+    scale[...] = 2.0
+    assert not np.array_equal(attention(*arrays, softmax_scale=scale), first)
+
+
+def test_a_list_of_sides_is_as_good_as_a_pair(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng)
+    sides: Any = [3, 4]
+    expected = attention(*arrays, window_size=(3, 4))
+    assert np.array_equal(attention(*arrays, window_size=sides), expected)
+
+
+def test_out_is_checked_for_overlap_on_every_call(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    q, k, v = draw(rng, v=(2, 33, 2, 24))
+    buffer = np.zeros(3 * q.size, np.float16)
+    buffer[: q.size] = q.ravel()
+    q = buffer[: q.size].reshape(q.shape)
+    for _ in range(3):
+        out = buffer[q.size : 2 * q.size].reshape(q.shape)
+        attention(q, k, v, out=out)
+        bad = buffer[q.size - 8 : 2 * q.size - 8].reshape(q.shape)
+        with pytest.raises(InvalidArgument, match="`out` must not overlap `q`"):
+            attention(q, k, v, out=bad)
+    fused = np.zeros((2, 21, 6, 48), np.float16)
+    fused[..., :24] = q
+    for _ in range(2):
+        assert attention(fused[..., :24], k, v, out=fused[..., 24:]).shape == q.shape
+    np.testing.assert_allclose(
+        fused[..., 24:].astype(float), cupyflash.attention(q, k, v).astype(float), atol=2e-3
+    )
+
+
+def test_outputs_come_from_the_callers_allocator(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng)
+    for _ in range(2):
+        attention(*arrays)
+        attention(*arrays, return_lse=True)
+        attention(*arrays, return_lse=True, out=np.zeros((2, 21, 6, 16), np.float16))
+    out, lse = ((2, 21, 6, 16), "float16"), ((2, 6, 21), "float32")
+    assert fake.adapter.allocated == [out, out, lse, lse] * 2
+
+
+# Devices, captures, threads
+
+
+def test_each_device_loads_and_launches_its_own(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng)
+    for device in (0, 1, 0, 1):
+        attention(*arrays, device=device)
+    assert [device for _, device, _ in fake.loaded] == [0, 1]
+    assert [launch.stream for launch in fake.launches] == [1000, 1001, 1000, 1001]
+    assert set(Guard.entered) == {0, 1}
+
+
+def test_a_cold_call_in_a_capture_is_an_error(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    arrays = draw(rng)
+    fake.adapter.recording = True
+    with pytest.raises(DeviceUnavailable, match=r"attention_fwd_sm80 is not loaded.*warmup"):
+        attention(*arrays)
+    assert not fake.launches
+    cupyflash.warmup(*map(FakeArray, arrays))
+    attention(*arrays)  # planned for the first time, but loaded
+    attention(*arrays, softmax_scale=0.5)
+    assert len(fake.launches) == 2
+    assert len(fake.compiled) == 1
+
+
+def test_warmup_from_sizes_serves_other_sizes(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    cupyflash.warmup(len_q=1, head_dim=24, head_dim_v=16, dtype="float16", causal=True, device=1)
+    fake.adapter.recording = True
+    attention(*draw(rng), causal=True, device=1)
+    assert len(fake.launches) == 1
+
+
+def test_execute_runs_a_launch_as_it_is(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    q, k, v = draw(rng)
+    out = np.zeros((2, 21, 6, 16), np.float16)
+    arrays = {"q": q, "k": k, "v": v, "out": out}
+    records = {name: fake.adapter.array(FakeArray(x), name) for name, x in arrays.items()}
+    problem, operands = cupyflash._problem.describe(records, arch=90)
+    launch = cupyflash._kernels.select(problem).launch(problem, operands)
+    assert isinstance(hash(launch), int)
+    _launch.execute(launch, 0, 55)
+    assert fake.launches[-1].stream == 55
+    np.testing.assert_allclose(
+        out.astype(float), cupyflash.attention(q, k, v).astype(float), atol=2e-3
+    )
+    _launch.execute(dataclasses.replace(launch, grid=(0, 1, 1)), 0, 55)
+    assert len(fake.launches) == 1
+
+
+def test_threads_share_plans(fake: FakeGpu, rng: np.random.Generator) -> None:
+    problems = [draw(rng, q=(1, n, 2, 24), k=(1, n, 2, 24), v=(1, n, 2, 16)) for n in (3, 5, 8)]
+    expected = [attention(*arrays) for arrays in problems]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for n in range(30):
+            result = attention(*problems[n % 3])
+            if not np.array_equal(result, expected[n % 3]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(fake.compiled) == 1
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softcap": 3.0}, "does not take `softcap`"),
+        ({"softcap": 3.0, "dropout_p": 0.1, "rng_state": (1, 2)}, "`softcap`, `dropout_p`"),
+        ({"kernel": "cpu"}, "cpu takes arrays in host memory, these are on a GPU"),
+        ({"kernel": "reference"}, "reference takes arrays in host memory"),
+    ],
+)
+def test_what_the_gpu_does_not_do(
+    options: dict[str, Any],
+    words: str,
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    with pytest.raises(UnsupportedProblem, match=words):
+        attention(*draw(rng), **options)
+    assert not fake.launches
+
+
+def test_refused_dtypes_dims_and_architectures(
+    fake: FakeGpu,
+    rng: np.random.Generator,
+) -> None:
+    with pytest.raises(UnsupportedProblem, match="takes float16, bfloat16, float32, got float64"):
+        attention(*draw(rng, "float64"))
+    wide = draw(rng, q=(1, 17, 1, 512), k=(1, 17, 1, 512), v=(1, 17, 1, 512))
+    with pytest.raises(UnsupportedProblem, match=r"head_dim <= 256, got 512"):
+        attention(*wide)
+    wide = draw(rng, v=(2, 33, 2, 257))
+    with pytest.raises(UnsupportedProblem, match=r"head_dim_v <= 256, got 257"):
+        attention(*wide)
+    fake.capability = 75
+    with pytest.raises(UnsupportedProblem, match=r"compute capability 8.0 or newer, this is 7.5"):
+        attention(*draw(rng))
+    assert not fake.launches
