@@ -16,14 +16,13 @@ class Kit(NamedTuple):
     get: Callable[[Any], np.ndarray]
     address: Callable[[Any], int]
     kind: type
-    host: bool
 
 
 def _numpy() -> Kit:
     def address(x: np.ndarray) -> int:
         return x.__array_interface__["data"][0]
 
-    return Kit(lambda x: x.copy("K"), np.asarray, address, np.ndarray, True)
+    return Kit(lambda x: x.copy("K"), np.asarray, address, np.ndarray)
 
 
 def _torch(device: str) -> Kit:
@@ -43,7 +42,7 @@ def _torch(device: str) -> Kit:
             return x.view(torch.int16).numpy().view("bfloat16")
         return x.numpy()
 
-    return Kit(put, get, lambda x: x.data_ptr(), torch.Tensor, device == "cpu")
+    return Kit(put, get, lambda x: x.data_ptr(), torch.Tensor)
 
 
 def _jax(platform: str) -> Kit:
@@ -57,7 +56,6 @@ def _jax(platform: str) -> Kit:
         np.asarray,
         lambda x: x.unsafe_buffer_pointer(),
         jax.Array,
-        platform == "cpu",
     )
 
 
@@ -71,7 +69,7 @@ def _cupy() -> Kit:
         raw = cupy.asarray(x.transpose(order).view(f"u{min(x.itemsize, 8)}"))
         return raw.view(x.dtype).transpose(np.argsort(order).tolist())
 
-    return Kit(put, gpu.fetch, lambda x: x.data.ptr, cupy.ndarray, False)
+    return Kit(put, gpu.fetch, lambda x: x.data.ptr, cupy.ndarray)
 
 
 KITS: dict[str, Callable[[], Kit]] = {
