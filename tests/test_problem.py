@@ -153,7 +153,7 @@ def test_scale_may_be_of_any_real_type(scale: Any) -> None:
         (b"1", InvalidType),
         (decimal.Decimal("0.5"), InvalidType),
         (np.str_("1"), InvalidType),
-        (np.timedelta64(1), InvalidType),
+        (np.timedelta64(1, "s"), InvalidType),
         ([0.5], InvalidType),
         (np.zeros(1), InvalidType),
         (np.zeros((1, 1)), InvalidType),
