@@ -192,7 +192,7 @@ def warmup(
 ) -> None:
     """Compile and load the kernel of a call of `attention`, so that a graph capture may contain it.
 
-    One kernel serves every length, batch, number of heads and scale.
+    One kernel serves every length, batch and number of heads, and all scales above 0.
 
     Parameters
     ----------

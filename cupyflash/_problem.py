@@ -48,15 +48,9 @@ METADATA = ("seqused_q", "seqused_k")  # may lie in host memory beside arrays of
 
 # What a kernel may lack, beyond the band: names of arguments, in the order in which they act.
 MODIFIERS = (
-    "softcap",
-    "alibi_slopes",
-    "attn_bias",
-    "attn_mask",
-    "seqused_q",
-    "seqused_k",
-    "learnable_sink",
-    "dropout_p",
-)
+    "softcap", "alibi_slopes", "attn_bias", "attn_mask", "seqused_q", "seqused_k",
+    "learnable_sink", "dropout_p",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,10 +148,9 @@ def describe(
         operands["out"] = permuted(_fresh(arrays["q"], sizes["head_dim_v"]), LAYOUTS[layout])
     dtype = arrays["q"].dtype
     numbers = scalars(softmax_scale, softcap, dropout_p, sizes["head_dim"], dtype)
-    facts: dict[str, Any] = {**sizes, **numbers}
     problem = Problem(
         dtype,
-        **facts,
+        **(sizes | numbers),
         band=band,
         modifiers=tuple(name for name in MODIFIERS if name in operands or numbers.get(name)),
         arch=arch,
@@ -203,9 +196,9 @@ def _origin(array: Array) -> str:
 
 def _bind(
     arrays: Mapping[str, Array], axes: tuple[int, ...]
-) -> tuple[dict[str, int], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Bind the sizes as einsum binds letters; return them and the arrays in the contract's view."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     origin: dict[str, str] = {}
     operands: dict[str, Any] = {}
     for name, shapes in SHAPES.items():
