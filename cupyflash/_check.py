@@ -18,8 +18,8 @@ from rich.table import Table
 
 from . import _accuracy, _jit, _kernels
 from ._attention import attention
+from ._bench import environment
 from ._bench.case import Case
-from ._bench.environment import gpu_present
 from ._bench.runner import clock, cupy_array, cupy_host
 from ._bench.timing import HostClock
 from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
@@ -72,8 +72,8 @@ _TABLE: tuple[tuple[str, Case, Features], ...] = (
     ("dropout",            Case("fp16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("dropout",)),
     ("all at once",        Case("bf16", 2,  200,  230, 4, 2,  64,  64, "window:150,3"),
         ("scale", "softcap", "alibi", "bias", "mask", "sink", "seqused", "dropout")),
-    ("throughput",         Case("fp32", 1, 2048, 2048, 4, 4,  64,  64, "full"),       ()),
-    ("throughput",         Case("bf16", 1, 2048, 2048, 4, 4, 128, 128, "causal"),     ()),
+    ("throughput",         Case("fp32", 1, 1024, 1024, 8, 8,  64,  64, "full"),       ()),
+    ("throughput",         Case("bf16", 1, 1024, 1024, 8, 8, 128, 128, "causal"),     ()),
 )
 # fmt: on
 
@@ -138,7 +138,7 @@ FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
 
 def available() -> list[str]:
     """Return the kernels that can run here: the CPU path, and those of the GPU's architecture."""
-    arch = _jit.compute_capability(0) if gpu_present() else None
+    arch = _jit.compute_capability(0) if environment.gpu_present() else None
     return [
         kernel.name
         for kernel in _kernels.KERNELS

@@ -37,9 +37,9 @@ def info(as_json: bool) -> None:
 def gpu_arch() -> str | None:
     """Return the architecture of the GPU here, as NVRTC names it."""
     from . import _jit
-    from ._bench.environment import gpu_present
+    from ._bench import environment
 
-    return f"sm_{_jit.compute_capability(0)}" if gpu_present() else None
+    return f"sm_{_jit.compute_capability(0)}" if environment.gpu_present() else None
 
 
 def no_arch() -> str:
@@ -102,7 +102,7 @@ def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None
 @main.command("compile")
 @problem_options
 @click.option("--arch", help="Comma list, like sm_80,sm_90; by default the GPU here.")
-@click.option("--all", "every", is_flag=True, help="Every dtype, class of head dims and mask.")
+@click.option("--all", "every", is_flag=True, help="Every dtype, pair of head dims and mask.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @click.option("--stats", is_flag=True, help="Show registers, spills, shared memory, seconds.")
 @as_json

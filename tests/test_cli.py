@@ -1,6 +1,7 @@
 """The command line: what goes where, exit codes, and machine-readable answers."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -208,11 +209,12 @@ def test_all_means_every_class_of_a_kernel(monkeypatch) -> None:
     compiled = []
     monkeypatch.setattr(units.Unit, "compile", lambda unit: compiled.append(unit) or ROW)
     assert run("compile", "--arch", "sm_80", "--all").exit_code == 0
-    seen = {(unit.case.dtype, unit.case.head_dim, unit.case.mask) for unit in compiled}
-    assert {case[:2] for case in seen} == {
-        (dtype, dim) for dtype in units.DTYPES for dim in units.HEAD_DIMS
-    }
-    assert {case[2] for case in seen} == set(units.MASKS)
+    cases = [unit.case for unit in compiled]
+    seen = {(case.dtype, (case.head_dim, case.head_dim_v), case.mask) for case in cases}
+    assert {(dtype, dims) for dtype, dims, _ in seen} == set(
+        itertools.product(units.DTYPES, units.DIMS)
+    )
+    assert {mask for _, _, mask in seen} == set(units.MASKS)
     assert len({unit.launch.unit for unit in compiled}) == len(compiled)
 
 

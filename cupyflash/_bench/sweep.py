@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DeviceUnavailable, InvalidArgument
+from . import environment
 from .case import Case, short_dtype, split_masks
-from .environment import clocks, environment, gpu_present
 from .limits import limits
 from .peers import choose
 from .run import Effort, Group, run
@@ -45,7 +45,8 @@ class Sweep:
             return named(self.suite)
         device = self.device
         if device == "auto":
-            device = "cuda" if gpu_present() else "cpu"
+            device = "cuda" if environment.gpu_present() else "cpu"
+        require(device)
         return (Group(self.cases(), tuple(choose(self.vs, device)), device, self.kernel),)
 
     def cases(self) -> tuple[Case, ...]:
@@ -90,6 +91,12 @@ def named(suite: str) -> tuple[Group, ...]:
     return known[suite]
 
 
+def require(device: str) -> None:
+    """Raise where a sweep on this device cannot run."""
+    if device == "cuda" and not environment.gpu_present():
+        raise DeviceUnavailable("this sweep needs a GPU and CuPy: use --device cpu or --suite cpu")
+
+
 def document(
     suite: str, groups: tuple[Group, ...], effort: Effort, tell: Tell, commit: str | None = None
 ) -> dict[str, Any]:
@@ -107,10 +114,10 @@ def document(
         The commit to record, where the tree has no history of its own.
     """
     on_gpu = any(group.device == "cuda" for group in groups)
-    if on_gpu and not gpu_present():
-        raise DeviceUnavailable("this sweep needs a GPU and CuPy: use --device cpu or --suite cpu")
-    env = environment()
+    for group in groups:
+        require(group.device)
+    env = environment.environment()
     env["commit"] = commit or env["commit"]
     env["limits"] = limits() if on_gpu else {}
     rows = run(suite, groups, effort, tell)
-    return {"env": env | {"clocks_after": clocks()}, "rows": rows}
+    return {"env": env | {"clocks_after": environment.clocks()}, "rows": rows}

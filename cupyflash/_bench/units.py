@@ -9,10 +9,11 @@ from typing import Any
 
 from .. import _jit, _kernels
 from .._launch import Launch
+from .._tuning import HEAD_DIMS, UNEQUAL
 from ..errors import InvalidArgument
 from .case import Case
 
-HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # the upper end of each class
+DIMS = (*((dim, dim) for dim in HEAD_DIMS), *sorted(UNEQUAL))  # of q and k, and of v
 DTYPES = ("bf16", "fp16", "fp32")
 MASKS = ("full", "causal", "window:128,-1", "window:128,128")  # which sides have a bound
 
@@ -33,6 +34,7 @@ class Unit:
             "arch": launch.arch,
             "dtype": self.case.dtype,
             "head_dim": self.case.head_dim,
+            "head_dim_v": self.case.head_dim_v,
             "mask": self.case.mask,
             "threads": launch.block[0],
             "dynamic_shared": launch.shared_bytes,
@@ -64,7 +66,7 @@ def unit(case: Case, arch: str, kernel: str | None = None) -> Unit:
 
 
 def every(arch: str, kernel: str | None = None) -> list[Unit]:
-    """Return each unit of an architecture: every dtype, class of head dims and mask.
+    """Return each unit of an architecture: every dtype, pair of head dims and mask.
 
     Parameters
     ----------
@@ -74,8 +76,8 @@ def every(arch: str, kernel: str | None = None) -> list[Unit]:
         One kernel's only.
     """
     units: dict[str, Unit] = {}
-    for dtype, dim, mask in itertools.product(DTYPES, HEAD_DIMS, MASKS):
-        case = Case(dtype, 1, 4096, 4096, 16, 16, dim, dim, mask)
+    for dtype, dims, mask in itertools.product(DTYPES, DIMS, MASKS):
+        case = Case(dtype, 1, 4096, 4096, 16, 16, *dims, mask)
         problem, operands, *_ = case.request(capability(arch))
         for row in _kernels.KERNELS:
             if row.launch is not None and row.refusal(problem) is None:
