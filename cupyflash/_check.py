@@ -184,26 +184,29 @@ def run(kernels: Iterable[str], quick: bool, step: Callable[[str], None]) -> lis
 def check(name: str, case: Case, inputs: Inputs, kernel: str) -> Outcome:
     """Compute one case on one kernel, compare it with the oracle, and time it."""
     outcome = functools.partial(Outcome, name, str(case), kernel)
-    call, host, timer = prepare(inputs, kernel)
     try:
-        out, lse = call()
+        return outcome(**measure(case, inputs, kernel))
     except UnsupportedProblem as reason:
         return outcome("unsupported", message=str(reason))
     except Exception as failure:
         return outcome("failed", message=f"{type(failure).__name__}: {failure}")
-    verdict = _accuracy.verdict(
-        host(out), host(lse), inputs.q, inputs.k, inputs.v, **inputs.options
-    )
+
+
+def measure(case: Case, inputs: Inputs, kernel: str) -> dict[str, Any]:
+    """Return the fields of an `Outcome` that a computed case has."""
+    call, host, timer = prepare(inputs, kernel)
+    out, lse = (host(x) for x in call())
+    verdict = _accuracy.verdict(out, lse, inputs.q, inputs.k, inputs.v, **inputs.options)
     us = timer.kernel_us(call, TIMING_S) if case.flops() else None
-    return outcome(
-        "ok" if verdict.ok else "failed",
-        error=finite(verdict.error),
-        bound_ratio=finite(verdict.bound_ratio),
-        lse_error=finite(verdict.lse_error),
-        us=us,
-        gflops=case.flops() / us / 1e3 if us else None,
-        message=verdict.message,
-    )
+    return {
+        "status": "ok" if verdict.ok else "failed",
+        "error": finite(verdict.error),
+        "bound_ratio": finite(verdict.bound_ratio),
+        "lse_error": finite(verdict.lse_error),
+        "us": us,
+        "gflops": case.flops() / us / 1e3 if us else None,
+        "message": verdict.message,
+    }
 
 
 def prepare(
@@ -239,12 +242,12 @@ def finite(value: float) -> float | None:
 
 def report(outcomes: list[Outcome]) -> Table:
     """Return the outcomes as a table for a terminal."""
-    table = Table("check", "case", "kernel", title="attention against the fp64 oracle")
+    lines = Table("check", "case", "kernel", title="attention against the fp64 oracle")
     for name in ("max error", "of bound", "LSE error", "time", "GFLOP/s", "result"):
-        table.add_column(name, justify="left" if name == "result" else "right")
+        lines.add_column(name, justify="left" if name == "result" else "right")
     colours = {"ok": "green", "failed": "bold red", "unsupported": "dim"}
     for o in outcomes:
-        table.add_row(
+        lines.add_row(
             o.check,
             o.case,
             o.kernel,
@@ -253,7 +256,7 @@ def report(outcomes: list[Outcome]) -> Table:
             "" if o.gflops is None else f"{o.gflops:,.1f}",
             f"[{colours[o.status]}]{o.status}[/]",
         )
-    return table
+    return lines
 
 
 def number(value: float | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -44,7 +45,7 @@ def facts(values: dict[str, Any]) -> Table:
     """Return names and values as a table."""
     lines = Table(show_header=False, box=None)
     for name, value in values.items():
-        lines.add_row(f"[bold]{name}", "-" if value in (None, "", {}, []) else str(value))
+        lines.add_row(f"[bold]{name}", "-" if value in (None, "", {}, []) else escape(str(value)))
     return lines
 
 
@@ -54,7 +55,7 @@ def grid(rows: list[dict[str, Any]]) -> Table:
     for name in rows[0]:
         lines.add_column(name)
     for row in rows:
-        lines.add_row(*(str(value) for value in row.values()))
+        lines.add_row(*(escape(str(value)) for value in row.values()))
     return lines
 
 
