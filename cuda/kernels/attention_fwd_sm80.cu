@@ -38,12 +38,12 @@ struct Params {
   Mask::Params mask;
 };
 
-constexpr int SLOTS = T::PLANES == 1 ? STAGES : 1;  // fp32 has a landing for its second stage
+constexpr bool SPLIT = T::PLANES > 1;  // fp32: tiles land, and are split into the planes of the one slot
 
 struct Inputs {
   Operand<T, BLOCK_Q, HEAD_DIM> q;
-  Operand<T, BLOCK_K, HEAD_DIM> k[SLOTS];
-  Operand<T, BLOCK_K, HEAD_DIM_V> v[SLOTS];
+  Operand<T, BLOCK_K, HEAD_DIM> k[STAGES];
+  Operand<T, BLOCK_K, HEAD_DIM_V> v[STAGES];
 };
 
 struct Shared {
@@ -55,13 +55,12 @@ struct Shared {
   const Element *k, *v;  // this head's
   int q_begin;           // first row of the tile
   Mask mask;
-  Landing<T, BLOCK_K, HEAD_DIM> k_landing;
-  Landing<T, BLOCK_K, HEAD_DIM_V> v_landing;
+  Landing<T, BLOCK_K *(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> landing;
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
-static_assert(T::PLANES == 1 || (STAGES == 2 && BLOCK_Q % BLOCK_K == 0), "Q lands in K's place, block by block");
+static_assert(!SPLIT || (STAGES == 1 && BLOCK_Q % BLOCK_K == 0), "Q lands block by block");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
 
 using Scores = Fragment<WARP_Q, BLOCK_K>;
@@ -106,37 +105,36 @@ DEVICE void store(const Params &p, const Work &work, Shared &shared, const Outpu
   }
 }
 
-DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % SLOTS; }
+DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; }
 
-// Starts the copies of the key block at `key`, if there is one, and closes their group: also an empty one, since waits
-// count groups.
-DEVICE void load(const Params &p, Shared &shared, int key, int first_key) {
-  if (key >= first_key) {
-    const u32 thread = ptx::opaque(threadIdx.x), slot = slot_of(key);
-    const int rows = p.len_k - key;
-    const i64 k_row = ptx::opaque(p.k_row), v_row = ptx::opaque(p.v_row);
-    load_rows<T, THREADS, WIDTH>(shared.in.k[slot], shared.k_landing, shared.k + key * k_row, k_row, rows, p.head_dim,
-                                 thread);
-    load_rows<T, THREADS, WIDTH>(shared.in.v[slot], shared.v_landing, shared.v + key * v_row, v_row, rows, p.head_dim_v,
-                                 thread);
-  }
-  ptx::cp_async_commit();
+// Start the copies of the key block at `key`, if there is one.
+DEVICE void load_k(const Params &p, Shared &shared, int key, int first_key) {
+  if (key < first_key) return;
+  const i64 row = ptx::opaque(p.k_row);
+  load_rows<T, THREADS, WIDTH>(shared.in.k[slot_of(key)], shared.landing.packets(), shared.k + key * row, row,
+                               p.len_k - key, p.head_dim, ptx::opaque(threadIdx.x));
 }
 
-// The first copies of a tile: its queries.
-DEVICE void load_queries(const Params &p, Shared &shared, const Element *q, int rows, u32 thread) {
-  if constexpr (T::PLANES == 1) {
-    Landing<T, BLOCK_Q, HEAD_DIM> none;
-    load_rows<T, THREADS, WIDTH>(shared.in.q, none, q, p.q_row, rows, p.head_dim, thread);
-    ptx::cp_async_commit();
-  } else {
+DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
+  if (key < first_key) return;
+  const i64 row = ptx::opaque(p.v_row);
+  load_rows<T, THREADS, WIDTH>(shared.in.v[slot_of(key)], shared.landing.packets(), shared.v + key * row, row,
+                               p.len_k - key, p.head_dim_v, ptx::opaque(threadIdx.x));
+}
+
+// Loads the tile's queries. Asynchronously, in a group of their own; fp32 is split as it lands.
+DEVICE void load_q(const Params &p, Shared &shared, const Element *q, int rows, u32 thread) {
+  if constexpr (SPLIT) {
     for (int r = 0; r < BLOCK_Q; r += BLOCK_K) {
-      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.k_landing, q + r * p.q_row, p.q_row, rows - r, p.head_dim,
-                                   thread);
+      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.landing.packets(), q + r * p.q_row, p.q_row, rows - r,
+                                   p.head_dim, thread);
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
-      split_rows<T, THREADS>(shared.in.q, r, shared.k_landing, thread);
+      split_rows<T, THREADS, BLOCK_K>(shared.in.q, r, shared.landing.packets(), thread);
     }
+  } else {
+    load_rows<T, THREADS, WIDTH>(shared.in.q, shared.landing.packets(), q, p.q_row, rows, p.head_dim, thread);
+    ptx::cp_async_commit();
   }
 }
 
@@ -159,9 +157,18 @@ DEVICE void attend(const Params &p, Shared &shared) {
   }
   ptx::barrier();  // thread 0 has written what the loop reads
   const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
-  load_queries(p, shared, q, q_end - q_begin, thread);
+  load_q(p, shared, q, q_end - q_begin, thread);
+  // Key block by key block from the last to the first; the slots take turns.
+  if constexpr (SPLIT) {
+    load_k(p, shared, last_key, first_key);
+  } else {
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load(p, shared, last_key - i * BLOCK_K, first_key);
+    for (int i = 0; i < STAGES - 1; ++i) {
+      load_k(p, shared, last_key - i * BLOCK_K, first_key);
+      load_v(p, shared, last_key - i * BLOCK_K, first_key);
+      ptx::cp_async_commit();  // also an empty group: the waits count groups
+    }
+  }
 
   Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
   if constexpr (Config::Q_IN_REGISTERS) {
@@ -184,39 +191,54 @@ DEVICE void attend(const Params &p, Shared &shared) {
   o.zero();
 
   for (int key = last_key; key >= first_key; key -= BLOCK_K) {
-    ptx::cp_async_wait<STAGES - 2>();
-    ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
-                     // next
-    if constexpr (T::PLANES > 1) {
-      split_rows<T, THREADS>(shared.in.k[0], 0, shared.k_landing, ptx::opaque(threadIdx.x));
-      split_rows<T, THREADS>(shared.in.v[0], 0, shared.v_landing, ptx::opaque(threadIdx.x));
-      ptx::barrier();  // every thread's part of the block is split
+    if constexpr (SPLIT) {
+      ptx::cp_async_wait_all();
+      ptx::barrier();  // every warp has read the slot
+      split_rows<T, THREADS, BLOCK_K>(shared.in.k[0], 0, shared.landing.packets(), ptx::opaque(threadIdx.x));
+      load_v(p, shared, key, first_key);
+      ptx::barrier();  // every thread's part of K is split
+    } else {
+      ptx::cp_async_wait<STAGES - 2>();
+      ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
+                       // next
+      load_k(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
+      load_v(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
+      ptx::cp_async_commit();
     }
-    load(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
     const Mask mask = shared.mask;
     const int warp_q = shared.q_begin + ptx::uniform(ptx::opaque(threadIdx.x) / 32) * WARP_Q;
     const int warp_q_end = min(warp_q + WARP_Q, p.len_q), key_end = key + BLOCK_K;
-    const Range seen = mask.keys(warp_q, warp_q_end);
-    if (key >= seen.end || key_end <= seen.begin) continue;  // no row of this warp sees the block
+    const Range keys = mask.keys(warp_q, warp_q_end);
+    const bool seen = key < keys.end && key_end > keys.begin;  // by some row of this warp
 
-    // S = Q K^T, masked
     Scores s;
-    gemm_qk(s, queries, shared.in.k[slot_of(key)], ptx::lane());
-    if constexpr (!Config::POSITIVE_SCALE) s.each([&](float &score, int, int) { score *= p.scale; });
-    const bool whole = key_end <= p.len_k && mask.whole(warp_q, warp_q_end, key, key_end);
-    if (!whole) hide(s, p, mask, warp_q, key, ptx::lane());
-    softmax.meet(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
-    // P = exp(scale S - m), sixteen keys at a time, and O += P V
-    const auto weights = [&](Rows<T, WARP_Q> &rows, int first) {
-      softmax.weigh(s, first, 16);
-      rows.load(s, first);
-    };
-    gemm_pv(o, weights, shared.in.v[slot_of(key)], ptx::lane());
+    if (seen) {
+      // S = Q K^T, masked
+      gemm_qk(s, queries, shared.in.k[slot_of(key)], ptx::lane());
+      if constexpr (!Config::POSITIVE_SCALE) s.each([&](float &score, int, int) { score *= p.scale; });
+      const bool whole = key_end <= p.len_k && mask.whole(warp_q, warp_q_end, key, key_end);
+      if (!whole) hide(s, p, mask, warp_q, key, ptx::lane());
+      softmax.meet(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
+    }
+    if constexpr (SPLIT) {
+      ptx::cp_async_wait_all();
+      split_rows<T, THREADS, BLOCK_K>(shared.in.v[0], 0, shared.landing.packets(), ptx::opaque(threadIdx.x));
+      load_k(p, shared, key - BLOCK_K, first_key);
+      ptx::barrier();  // every thread's part of V is split
+    }
+    if (seen) {
+      // P = exp(scale S - m), sixteen keys at a time, and O += P V
+      const auto weights = [&](Rows<T, WARP_Q> &rows, int first) {
+        softmax.weigh(s, first, 16);
+        rows.load(s, first);
+      };
+      gemm_pv(o, weights, shared.in.v[slot_of(key)], ptx::lane());
+    }
   }
 
   float lse[Output::ROWS];
   softmax.finish(o, lse);
-  ptx::cp_async_wait<0>();
+  ptx::cp_async_wait_all();
   ptx::barrier();  // the staged output lies over the inputs, which every warp has read now
   store(p, work_of(ptx::opaque(blockIdx.x), p), shared, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
 }

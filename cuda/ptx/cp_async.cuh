@@ -27,6 +27,9 @@ DEVICE void cp_async(u32 shared, const void *global, bool present) {
 // Closes the group of this thread's copies issued since the last commit.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Waits for all of this thread's copies, committed or not.
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Waits until at most PENDING of this thread's groups are in flight.
 template <int PENDING>
 DEVICE void cp_async_wait() {

@@ -3,6 +3,8 @@
 #pragma once
 #include "tile/smem.cuh"
 
+constexpr float LARGEST = 3.40282347e38f;  // finite fp32
+
 template <int M, int N>
 struct Fragment {
   static constexpr int ROWS = M / 8;  // rows of which this thread owns a part
@@ -41,7 +43,7 @@ struct Rows {
       for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows(a[i][m], row + 16 * m, column, lane);
   }
 
-  // Columns [column, column + 16) of an accumulator: its layout is that of the A operand.
+  // Columns [column, column + 16) of an accumulator of weights: its layout is that of the A operand.
   template <int N>
   DEVICE void load(const Fragment<M, N> &p, int column) {
 #pragma unroll
@@ -50,7 +52,7 @@ struct Rows {
       for (int i = 0; i < 4; ++i) {
         const float (&pair)[4] = p.x[m][column / 8 + i / 2];
         u32 planes[T::PLANES];
-        split<T>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
+        split<T, false>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
 #pragma unroll
         for (int k = 0; k < T::PLANES; ++k) a[k][m][i] = planes[k];
       }
@@ -85,11 +87,17 @@ struct Columns {
   }
 };
 
-// Columns [column, column + 16) of the accumulator += a b, one 16-deep step. With three planes the five lesser products
-// gather in `low`, so that the roundings of the leading one are the only ones of its size; with one plane `low` is
-// unused.
+// How many pairs of 8-column pieces are multiplied side by side. With three planes each accumulator takes five products
+// in a row, and four accumulators keep the tensor cores busy while each product waits for the one before.
 template <class T, int M, int N>
-DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, const Rows<T, M> &a, const Columns<T> &b) {
+constexpr int GROUP = T::PLANES > 1 && M == 16 && N % 32 == 0 && N < 256 ? 2 : 1;
+
+// Columns [column, column + 16 G) of the accumulator += a b, one 16-deep step. With three planes the five lesser
+// products gather in `low`, so that the roundings of the leading one are the only ones of its size; with one plane
+// `low` is unused.
+template <class T, int M, int N, int G>
+DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, const Rows<T, M> &a,
+                     const Columns<T> (&b)[G]) {
 #pragma unroll
   for (int order = T::PLANES - 1; order >= 0; --order)
 #pragma unroll
@@ -97,21 +105,21 @@ DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, cons
 #pragma unroll
       for (int m = 0; m < M / 16; ++m)
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < 2 * G; ++n) {
           Fragment<M, N> &sum = order == 0 ? high : low;
-          T::Plane::mma(sum.x[m][column / 8 + n], a.a[i][m], b.b[order - i][n][0], b.b[order - i][n][1]);
+          const u32(&piece)[2] = b[n / 2].b[order - i][n % 2];
+          T::Plane::mma(sum.x[m][column / 8 + n], a.a[i][m], piece[0], piece[1]);
         }
 }
 
-// The sum of the two parts of a product. A leading part that is infinite or NaN is the answer: the lesser products of
-// an infinity are meaningless.
-DEVICE float joined(float high, float low) {
-  return (ptx::float_bits(high) & 0x7f800000u) == 0x7f800000u ? high : high + low;
-}
+// The sum of the two parts of a product. Where an infinity was multiplied the lesser products are meaningless, NaN or
+// infinite: clamped, they leave the leading part, which is infinite or NaN itself, as it is.
+DEVICE float joined(float high, float low) { return high + fminf(fmaxf(low, -LARGEST), LARGEST); }
 
 // S = Q K^T. q(rows, column, lane) provides the A operand of columns [column, column + 16) of Q.
 template <class T, int M, int N, int D, class Queries>
 DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32 lane) {
+  constexpr int G = GROUP<T, M, N>;
   Fragment<M, N> low;
   s.zero();
   low.zero();
@@ -120,9 +128,10 @@ DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32
     Rows<T, M> a;
     q(a, d, lane);
 #pragma unroll
-    for (int key = 0; key < N; key += 16) {
-      Columns<T> b;
-      b.load_transposed(k, key, d, lane);
+    for (int key = 0; key < N; key += 16 * G) {
+      Columns<T> b[G];
+#pragma unroll
+      for (int g = 0; g < G; ++g) b[g].load_transposed(k, key + 16 * g, d, lane);
       multiply(s, low, key, a, b);
     }
   }
@@ -147,30 +156,32 @@ DEVICE void gemm_pv(Fragment<M, DV> &o, Weights p, const Operand<T, N, DV> &v, u
       p(a, key);
 #pragma unroll
       for (int d = 0; d < DV; d += 16) {
-        Columns<T> b;
-        b.load(v, key, d, lane);
+        Columns<T> b[1];
+        b[0].load(v, key, d, lane);
         multiply(o, o, d, a, b);
       }
     }
   } else {
+    constexpr int G = GROUP<T, M, DV>;
     Rows<T, M> a[N / 16];
 #pragma unroll
     for (int key = 0; key < N; key += 16) p(a[key / 16], key);
 #pragma unroll
-    for (int d = 0; d < DV; d += 16) {
-      Fragment<M, 16> high, low;
+    for (int d = 0; d < DV; d += 16 * G) {
+      Fragment<M, 16 * G> high, low;
       high.zero();
       low.zero();
 #pragma unroll
       for (int key = 0; key < N; key += 16) {
-        Columns<T> b;
-        b.load(v, key, d, lane);
+        Columns<T> b[G];
+#pragma unroll
+        for (int g = 0; g < G; ++g) b[g].load(v, key, d + 16 * g, lane);
         multiply(high, low, 0, a[key / 16], b);
       }
 #pragma unroll
       for (int m = 0; m < M / 16; ++m)
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int n = 0; n < 2 * G; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) o.x[m][d / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
     }

@@ -16,13 +16,16 @@ struct alignas(2) Packet<2> {
 
 // fp32 elements land here before they are split into planes: a thread splits just what it copied itself. 16-bit
 // elements land in their tile.
-template <class T, int ROWS, int COLUMNS>
+template <class T, int ELEMENTS>
 struct Landing {
-  Packet<16> packet[ROWS * COLUMNS / 4];
+  Packet<16> packet[ELEMENTS / 4];
+  DEVICE Packet<16> *packets() { return packet; }
 };
-template <class T, int ROWS, int COLUMNS>
+template <class T, int ELEMENTS>
   requires(T::PLANES == 1)
-struct Landing<T, ROWS, COLUMNS> {};
+struct Landing<T, ELEMENTS> {
+  DEVICE Packet<16> *packets() { return nullptr; }
+};
 
 // The 8-column chunks of a tile that one of THREADS threads moves: threads side by side on LANES chunks of a row, then
 // every STEP-th row.
@@ -32,11 +35,12 @@ struct Share {
   static constexpr int LANES = CHUNKS % 3 == 0 ? CHUNKS / 3 : CHUNKS;  // a power of two
   static constexpr int STEP = THREADS / LANES;
   static constexpr int VISITS = ROWS <= STEP ? 1 : ROWS / STEP;  // of each of the thread's columns
+  static constexpr int ACTIVE = STEP > ROWS ? ROWS * LANES : THREADS;
   static_assert(THREADS % LANES == 0 && (ROWS % STEP == 0 || STEP % ROWS == 0), "threads divide the tile evenly");
 
   u32 row, chunk;  // the first
   DEVICE explicit Share(u32 thread) : row(thread / LANES), chunk(thread % LANES) {}
-  DEVICE bool idle() const { return STEP > ROWS && row >= ROWS; }
+  DEVICE bool idle() const { return ACTIVE < THREADS && row >= ROWS; }
 };
 
 // WIDTH bytes from global to shared memory, or zeros. Two bytes are too few for cp.async, those are copied in step.
@@ -53,8 +57,8 @@ DEVICE void copy(unsigned char *to, const void *from, bool present) {
 // take part; WIDTH divides a row's bytes, so that each access is there or is not. Commit and wait come before the first
 // use, and a barrier or, for fp32, split_rows.
 template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
-DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Landing<T, ROWS, COLUMNS> &landing,
-                      const typename T::Storage *source, i64 stride, int rows, int columns, u32 thread) {
+DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Packet<16> *landing, const typename T::Storage *source,
+                      i64 stride, int rows, int columns, u32 thread) {
   using Mine = Share<THREADS, ROWS, COLUMNS>;
   constexpr int SIZE = sizeof(typename T::Storage);
   const Mine share(thread);
@@ -65,15 +69,15 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Landing<T, ROWS, COLUM
     const u32 chunk = c + share.chunk;
     const int valid = columns - static_cast<int>(chunk * 8);
     const typename T::Storage *from = source + share.row * stride + chunk * 8;
-#pragma unroll
+#pragma unroll T::PLANES == 1 ? Mine::VISITS : 1
     for (int i = 0; i < Mine::VISITS; ++i) {
-#pragma unroll
+#pragma unroll T::PLANES == 1 ? 8 * SIZE / WIDTH : 1
       for (int byte = 0; byte < 8 * SIZE; byte += WIDTH) {
         unsigned char *to;
         if constexpr (T::PLANES == 1) {
           to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(share.row + i * Mine::STEP, chunk) + byte;
         } else {
-          to = reinterpret_cast<unsigned char *>(&landing.packet[(packet + byte / 16) * THREADS + thread]) + byte % 16;
+          to = reinterpret_cast<unsigned char *>(&landing[(packet + byte / 16) * Mine::ACTIVE + thread]) + byte % 16;
         }
         copy<WIDTH>(to, from + byte / SIZE, i * Mine::STEP < left && byte / SIZE < valid);
       }
@@ -85,23 +89,22 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Landing<T, ROWS, COLUM
 
 // Splits fp32 elements that have landed into the planes of rows [first, first + ROWS) of an operand. A barrier comes
 // before the first use. 16-bit elements have nothing to split.
-template <class T, int THREADS, int OPERAND_ROWS, int ROWS, int COLUMNS>
-DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, const Landing<T, ROWS, COLUMNS> &landing,
-                       u32 thread) {
+template <class T, int THREADS, int ROWS, int OPERAND_ROWS, int COLUMNS>
+DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, const Packet<16> *landing, u32 thread) {
   if constexpr (T::PLANES > 1) {
     using Mine = Share<THREADS, ROWS, COLUMNS>;
     const Mine share(thread);
     if (share.idle()) return;
 #pragma unroll
     for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES)
-#pragma unroll
+#pragma unroll 1  // O and S are live: there are no registers for several chunks at once
       for (int i = 0; i < Mine::VISITS; ++i, packet += 2) {
         Packet<16> planes[T::PLANES];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const Packet<16> &half = landing.packet[(packet + j / 2) * THREADS + thread];
+          const Packet<16> &half = landing[(packet + j / 2) * Mine::ACTIVE + thread];
           u32 pair[T::PLANES];
-          split<T>(ptx::bits_float(half.word[j % 2 * 2]), ptx::bits_float(half.word[j % 2 * 2 + 1]), pair);
+          split<T, true>(ptx::bits_float(half.word[j % 2 * 2]), ptx::bits_float(half.word[j % 2 * 2 + 1]), pair);
 #pragma unroll
           for (int k = 0; k < T::PLANES; ++k) planes[k].word[j] = pair[k];
         }

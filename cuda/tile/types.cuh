@@ -27,32 +27,33 @@ struct Float32 {
   static constexpr int PLANES = 3;
 };
 
-// The largest bfloat16 plane of x. Rounding to nearest leaves the smallest rest; a number that would round to infinity
-// is truncated instead, and infinities and NaN stay what they are.
+// The leading bfloat16 plane of x. Rounding to nearest leaves the smallest rest. With CHECKED, a number that would
+// round to infinity is truncated instead, and infinities and NaN stay what they are.
+template <bool CHECKED>
 DEVICE float leading_plane(float x) {
   const float rounded = ptx::bits_float(ptx::bf16x2(0.0f, x) & 0xffff0000u);
+  if (!CHECKED) return rounded;
   const bool overflowed = (ptx::float_bits(rounded) & 0x7fffffffu) == 0x7f800000u;
   return overflowed ? ptx::bits_float(ptx::float_bits(x) & 0xffff0000u) : rounded;
 }
 
 // What a plane leaves over: nothing when it is not finite, so that infinity times zero cannot make a NaN of an
 // infinity.
+template <bool CHECKED>
 DEVICE float rest(float x, float plane) {
-  return (ptx::float_bits(plane) & 0x7f800000u) == 0x7f800000u ? 0.0f : x - plane;
+  const bool finite = !CHECKED || (ptx::float_bits(plane) & 0x7f800000u) != 0x7f800000u;
+  return finite ? x - plane : 0.0f;
 }
 
-// The planes of two neighbouring elements, packed.
-template <class T>
+// The planes of two neighbouring elements, packed. Not CHECKED is for numbers that are far from overflow, or NaN.
+template <class T, bool CHECKED>
 DEVICE void split(float low, float high, u32 (&planes)[T::PLANES]) {
-  if constexpr (T::PLANES == 1) {
-    planes[0] = T::pair(low, high);
-  } else {
 #pragma unroll
-    for (int i = 0; i < T::PLANES; ++i) {
-      const float l = leading_plane(low), h = leading_plane(high);
-      planes[i] = T::Plane::pair(l, h);
-      low = rest(low, l);
-      high = rest(high, h);
-    }
+  for (int i = 0; i < T::PLANES - 1; ++i) {
+    const float l = leading_plane<CHECKED>(low), h = leading_plane<CHECKED>(high);
+    planes[i] = T::Plane::pair(l, h);
+    low = rest<CHECKED>(low, l);
+    high = rest<CHECKED>(high, h);
   }
+  planes[T::PLANES - 1] = T::Plane::pair(low, high);
 }

@@ -1,0 +1,196 @@
+"""Tile tables: the sizes that each kernel is compiled with, and the measurements that chose them.
+
+A table's row holds, for one class of head dims, tiles from the largest to the smallest; the first
+that fits the architecture's shared memory is taken. `bench/tune.py` times the candidates.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["HEAD_DIMS", "ForwardSm80", "Tiles", "forward_sm80", "heads_per_group", "shared_limit"]
+
+# Classes of head dims: an array's own dimension is padded, in the kernel, to the next of these.
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+# Pairs (head_dim, head_dim_v) that are compiled as they are; others are padded to equal classes.
+UNEQUAL = ((64, 128), (192, 128))
+
+# CUDA C++ Programming Guide, "Technical specifications per compute capability": KiB of shared
+# memory that one block may have.
+SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+SHARED_KIB_OF_OTHERS = 99
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a block of attention_fwd_sm80 divides its work."""
+
+    warps: int  # of a block
+    m_tiles: int  # 16-row tiles of a warp
+    block_k: int  # keys of a block
+    stages: int  # key blocks in shared memory at a time; fp32 has one, and a landing for half of it
+    min_blocks: int  # blocks that registers must leave room for; 0 leaves registers to ptxas
+    q_in_registers: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardSm80:
+    """``struct Config`` of attention_fwd_sm80, and what follows from it."""
+
+    t: str
+    mask: str
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    warps: int
+    m_tiles: int
+    stages: int
+    min_blocks: int
+    width: int  # bytes of an access to global memory
+    q_in_registers: bool
+    positive_scale: bool
+    params_bytes: int
+    smem_bytes: int
+
+    @property
+    def block_q(self) -> int:
+        """Rows of a tile of the output."""
+        return self.warps * self.m_tiles * 16
+
+
+Table = dict[int | tuple[int, int], tuple[Tiles, ...]]  # by class, or by a pair of classes
+
+# 16-bit elements. TFLOP/s on an H200, CUDA 13.0, bfloat16, 16k tokens, heads * head_dim = 2048, at
+# length 8192 full, 8192 causal, 1024 full, 1024 causal, and FlashAttention-2 in the same run.
+HALF: Table = {
+    16: (Tiles(4, 2, 64, 2, 2, q_in_registers=True),),
+    32: (Tiles(4, 2, 64, 2, 2, q_in_registers=True),),  # 237 236 222 181, FA2 217 207 197 152
+    64: (
+        Tiles(4, 2, 64, 2, 3),  # 324 327 301 256, FA2 288 276 270 202
+        Tiles(4, 2, 64, 2, 2, q_in_registers=True),  # 312 309 280 226
+    ),
+    96: (Tiles(4, 2, 64, 2, 2), Tiles(4, 2, 64, 2, 1)),
+    128: (
+        Tiles(4, 2, 64, 2, 2),  # 381 363 344 278, FA2 342 302 309 236
+        Tiles(4, 2, 48, 2, 1),  # 379 367 328 278 with two blocks; 64 keys spill on sm_80
+    ),
+    192: (Tiles(8, 1, 64, 2, 1), Tiles(4, 1, 32, 2, 1)),
+    256: (
+        Tiles(8, 1, 64, 2, 1),  # 319 316 289 252, FA2 325 286 306 241
+        Tiles(4, 1, 32, 2, 1),  # 290 296 266 243 with two blocks
+    ),
+    (64, 128): (Tiles(4, 2, 48, 2, 2), Tiles(4, 2, 48, 2, 1)),  # 64 keys spill
+}
+# fp32, three bfloat16 planes; full, 8k tokens, length 8192, 1024, and memory-efficient attention.
+SINGLE: Table = {
+    16: (Tiles(4, 2, 32, 1, 2),),
+    32: (Tiles(4, 2, 32, 1, 2),),
+    64: (Tiles(8, 2, 16, 1, 0), Tiles(4, 2, 16, 1, 0)),
+    96: (Tiles(8, 1, 32, 1, 1), Tiles(4, 1, 16, 1, 1)),
+    128: (Tiles(8, 1, 32, 1, 0), Tiles(8, 1, 16, 1, 0), Tiles(4, 1, 16, 1, 1)),
+    192: (Tiles(8, 1, 16, 1, 0), Tiles(4, 1, 16, 1, 1), Tiles(2, 1, 16, 1, 0)),
+    256: (Tiles(4, 1, 16, 1, 1), Tiles(1, 1, 16, 1, 1)),
+}
+
+
+def head_dim_classes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return the classes that two head dims, at most 256, are compiled for."""
+    pair = tuple(min(size for size in HEAD_DIMS if size >= dim) for dim in (head_dim, head_dim_v))
+    return (pair[0], pair[1]) if pair in UNEQUAL else (max(pair), max(pair))
+
+
+def shared_limit(arch: int) -> int:
+    """Return the bytes of shared memory that one block may have on a compute capability."""
+    return 1024 * SHARED_KIB.get(arch, SHARED_KIB_OF_OTHERS)
+
+
+def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, mask_bytes: int, tiles: Tiles) -> int:
+    """Return ``sizeof(Shared)`` of attention_fwd_sm80, of whose head dims these are the classes."""
+    itemsize, planes = (4, 3) if dtype == "float32" else (2, 1)
+    block_q = tiles.warps * tiles.m_tiles * 16
+    rows_k = tiles.stages * tiles.block_k
+    inputs = 2 * planes * (block_q * head_dim + rows_k * (head_dim + head_dim_v))
+    staging = block_q * (head_dim_v * itemsize + 16)
+    landing = 4 * tiles.block_k * max(head_dim, head_dim_v) if planes > 1 else 1
+    surroundings = 2 * 8 + 4 + mask_bytes  # K's and V's addresses, q_begin, the mask
+    if planes > 1:
+        surroundings = _aligned(surroundings, 16)
+    return _aligned(max(inputs, staging) + surroundings + landing, 16)
+
+
+def forward_sm80(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    arch: int,
+    *,
+    mask: str,
+    mask_bytes: int,
+    width: int,
+    positive_scale: bool,
+    params_bytes: int,
+) -> ForwardSm80:
+    """Return the configuration of attention_fwd_sm80.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16", "float32"}
+        Element type.
+    head_dim, head_dim_v : int
+        The arrays' own, at most 256.
+    arch : int
+        Compute capability, 90 for 9.0.
+    mask, mask_bytes : str, int
+        The mask's CUDA type, and the bytes of an object of it.
+    width : int
+        Bytes of the widest access that pointers and strides allow.
+    positive_scale : bool
+        Whether the scale in base 2 is a positive normal fp32 number.
+    params_bytes : int
+        Bytes of Params.
+    """
+    element = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}[dtype]
+    itemsize = 4 if dtype == "float32" else 2
+    dims = head_dim_classes(head_dim, head_dim_v)
+    table = SINGLE if dtype == "float32" else HALF
+    rows = table.get(dims, table[max(dims)])
+    sizes = {tiles: shared_bytes(dtype, *dims, mask_bytes, tiles) for tiles in rows}
+    tiles = _first_that_fits(sizes.items(), shared_limit(arch), arch)
+    return ForwardSm80(
+        t=element,
+        mask=mask,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        block_k=tiles.block_k,
+        warps=tiles.warps,
+        m_tiles=tiles.m_tiles,
+        stages=tiles.stages,
+        min_blocks=tiles.min_blocks,
+        width=math.gcd(width, head_dim * itemsize, head_dim_v * itemsize),
+        q_in_registers=tiles.q_in_registers,
+        positive_scale=positive_scale,
+        params_bytes=params_bytes,
+        smem_bytes=sizes[tiles],
+    )
+
+
+def _first_that_fits(sizes: Iterable[tuple[Tiles, int]], limit: int, arch: int) -> Tiles:
+    """Return the first tiles whose promised blocks fit a multiprocessor."""
+    for tiles, size in sizes:
+        # A multiprocessor has a KiB more than a block may have, and every block takes one.
+        if max(1, tiles.min_blocks) * (size + 1024) <= limit + 1024:
+            return tiles
+    raise AssertionError(f"no tiles fit compute capability {arch}")
+
+
+def heads_per_group(len_k: int, head_dim: int, head_dim_v: int, itemsize: int, heads: int) -> int:
+    """Return how many heads share the L2 cache, see ``Work`` in cuda/tile/work.cuh.
+
+    Eight at least, and as many more as have K and V of 32 MiB together (H200, 60 MB of L2).
+    """
+    one = max(1, len_k * (head_dim + head_dim_v) * itemsize)
+    return max(1, min(heads, max(8, (32 << 20) // one)))
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
