@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 SHELL  := /bin/bash
-CUDA   := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' | xargs -0 $(abspath $(BIN))/clang-format
+CLANG_FORMAT := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' 'tests/*.cpp' | xargs -0 $(BIN)/clang-format
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -52,13 +52,13 @@ lint: $(VENV)/.stamp-lint  ## ruff, mypy, clang-format, typos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(CUDA) --dry-run --Werror
+	$(CLANG_FORMAT) --dry-run --Werror
 	$(BIN)/typos
 
 format: $(VENV)/.stamp-lint  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(CUDA) -i
+	$(CLANG_FORMAT) -i
 
 wheel: $(VENV)/.stamp-base  ## build the wheel into dist/
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
