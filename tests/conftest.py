@@ -1,6 +1,5 @@
-"""Fixtures that every test file may use: the GPU, the array frameworks, random inputs."""
+"""What every test file may use: the skipping of GPU tests, random inputs."""
 
-import enum
 import importlib.util
 import os
 from pathlib import Path
@@ -30,15 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-class Backend(enum.Enum):
-    """The array frameworks whose arrays cupyflash takes."""
-
-    NUMPY = "numpy"
-    CUPY = "cupy"
-    TORCH = "torch"
-    JAX = "jax"
 
 
 @pytest.fixture
