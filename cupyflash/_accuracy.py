@@ -3,11 +3,12 @@
 An element of the output is right when nan and the infinities stand where the fp64 oracle, rounded
 to the output dtype, has them, and
 
-    |out - ref| <= 2 max_(b,h) |plain - ref| + u (|ref| + rms)
+    |out - ref| <= 2 e(b,h) + u (|ref| + rms)
 
-where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype
-and rms = sqrt(sum_j P_ij^2 V_j^2); a sum of nothing or of zeros is exactly 0. Gradients likewise,
-without that. For the LSE
+where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype,
+rms = sqrt(sum_j P_ij^2 V_j^2) and e(b,h) the largest error of plain, over the (b, h) of the call,
+in units of the size max(|ref| + rms) of each; a sum of nothing or of zeros is exactly 0. Gradients
+likewise, without that. docs/decisions/0004 says why the maximum is not of one head. For the LSE
 
     |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
 """
@@ -55,14 +56,14 @@ def verdict(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> Verdi
     packed = Packed(q, k, v, options)
     ref, ref_lse = reference.attention(q, k, v, **options)
     plain, plain_lse = reference.plain(q, k, v, **options)
-    worst = _worst(packed.pack(_distance(plain, ref)), packed.spans_q)
     terms = np.abs(ref) + reference.rms(q, k, v, **options)
+    worst = _worst(packed.pack(_distance(plain, ref)), packed.pack(terms), packed.spans_q)
     allowed = 2 * packed.unpack(worst, packed.shape_q) + _roundoff(plain.dtype) * terms
     bound = np.where(terms == 0, 0, allowed)
     of_out = _compare("out", out, ref, plain.dtype, bound)
     if lse is None:
         return _conclude(of_out)
-    worst = _worst(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
+    worst = _largest(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
     allowed = 2 * packed.unpack_lse(worst[..., 0].T)
     bound = allowed + 1e-5 * np.maximum(1, np.abs(ref_lse))
     of_lse = _compare("lse", lse, ref_lse, plain_lse.dtype, bound)
@@ -94,7 +95,8 @@ def gradients_verdict(
         if name in ("dq", "dk", "dv"):
             shape = packed.shape_q if name == "dq" else packed.shape_k
             spans = packed.spans_q if name == "dq" else packed.spans_k
-            distance = packed.unpack(_worst(packed.pack(distance), spans), shape)
+            terms = packed.pack(np.abs(ref) + rms)
+            distance = packed.unpack(_worst(packed.pack(distance), terms, spans), shape)
         elif name == "dbias" and distance.size:
             distance = distance.max(axis=tuple(range(distance.ndim))[-2:], keepdims=True)
         bound = 2 * distance + _roundoff(plain.dtype) * (np.abs(ref) + rms)
@@ -120,13 +122,20 @@ def _distance(x: np.ndarray, ref: np.ndarray) -> np.ndarray:
     return np.abs(np.where(finite, x, 0) - np.where(finite, ref, 0))
 
 
-def _worst(distance: np.ndarray, spans: list[Span]) -> np.ndarray:
+def _worst(distance: np.ndarray, terms: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Return, for every row of packed (total, heads, n), e of its sequence and head."""
+    size = _largest(np.where(np.isfinite(terms), terms, 0), spans)
+    share = np.divide(_largest(distance, spans), size, out=np.zeros_like(size), where=size > 0)
+    return share.max(initial=0) * size
+
+
+def _largest(values: np.ndarray, spans: list[Span]) -> np.ndarray:
     """Return, for every row of packed (total, heads, n), the maximum of its sequence and head."""
-    worst = np.zeros((*distance.shape[:2], 1))
+    largest = np.zeros((*values.shape[:2], 1))
     for first, length in spans:
         rows = slice(first, first + length)
-        worst[rows] = distance[rows].max(axis=(0, 2), initial=0, keepdims=True)
-    return worst
+        largest[rows] = values[rows].max(axis=(0, 2), initial=0, keepdims=True)
+    return largest
 
 
 def _compare(name: str, got: Any, ref: np.ndarray, dtype: Any, bound: np.ndarray) -> _Comparison:

@@ -1,5 +1,6 @@
 """NVRTC through CuPy, imported late: neither a GPU nor a driver is needed."""
 
+import functools
 import os
 import re
 import struct
@@ -81,6 +82,7 @@ def check_arch(arch: str) -> None:
 def run(unit: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes | None, str]:
     """Compile a unit against virtual headers; return the cubin (None if refused) and the log."""
     nvrtc = _library()
+    options = (*options, *_cacheless(nvrtc))
     names = tuple(name.encode() for name in headers)
     texts = tuple(text.encode() for text in headers.values())
     program = nvrtc.createProgram(unit, "unit.cu", texts, names)
@@ -93,6 +95,20 @@ def run(unit: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[
     log = nvrtc.getProgramLog(program).replace("\0", "")
     nvrtc.destroyProgram(program)
     return image, f"{log.strip()}\n{verdict}".strip() + "\n"
+
+
+@functools.cache
+def _cacheless(nvrtc: Any) -> tuple[str, ...]:
+    """Return the option that keeps NVRTC from its own cache, whose hits have an empty log."""
+    option = "--no-cache"
+    program = nvrtc.createProgram("", "empty.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (option,))
+    except nvrtc.NVRTCError:  # an NVRTC that knows no such option has no such cache
+        return ()
+    finally:
+        nvrtc.destroyProgram(program)
+    return (option,)
 
 
 def _whole(image: bytes) -> bytes:

@@ -54,8 +54,12 @@ struct Shared {
   // What the loop needs of its surroundings, kept here because O and S leave no registers for it.
   const Element *k, *v;  // this head's
   int q_begin;           // first row of the tile
+  int first_key;         // of the last key block of the walk
   Mask mask;
-  Landing<T, BLOCK_K *(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> landing;
+  union {  // K and V land in turn
+    Landing<T, THREADS, BLOCK_K, HEAD_DIM> k_landing;
+    Landing<T, THREADS, BLOCK_K, HEAD_DIM_V> v_landing;
+  };
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
@@ -111,14 +115,14 @@ DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; }
 DEVICE void load_k(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.k_row);
-  load_rows<T, THREADS, WIDTH>(shared.in.k[slot_of(key)], shared.landing.packets(), shared.k + key * row, row,
+  load_rows<T, THREADS, WIDTH>(shared.in.k[slot_of(key)], shared.k_landing.packets(), shared.k + key * row, row,
                                p.len_k - key, p.head_dim, ptx::opaque(threadIdx.x));
 }
 
 DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.v_row);
-  load_rows<T, THREADS, WIDTH>(shared.in.v[slot_of(key)], shared.landing.packets(), shared.v + key * row, row,
+  load_rows<T, THREADS, WIDTH>(shared.in.v[slot_of(key)], shared.k_landing.packets(), shared.v + key * row, row,
                                p.len_k - key, p.head_dim_v, ptx::opaque(threadIdx.x));
 }
 
@@ -126,14 +130,14 @@ DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
 DEVICE void load_q(const Params &p, Shared &shared, const Element *q, int rows, u32 thread) {
   if constexpr (SPLIT) {
     for (int r = 0; r < BLOCK_Q; r += BLOCK_K) {
-      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.landing.packets(), q + r * p.q_row, p.q_row, rows - r,
+      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.k_landing.packets(), q + r * p.q_row, p.q_row, rows - r,
                                    p.head_dim, thread);
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
-      split_rows<T, THREADS, BLOCK_K>(shared.in.q, r, shared.landing.packets(), thread);
+      split_rows<T, THREADS, BLOCK_K>(shared.in.q, r, shared.k_landing.packets(), thread);
     }
   } else {
-    load_rows<T, THREADS, WIDTH>(shared.in.q, shared.landing.packets(), q, p.q_row, rows, p.head_dim, thread);
+    load_rows<T, THREADS, WIDTH>(shared.in.q, shared.k_landing.packets(), q, p.q_row, rows, p.head_dim, thread);
     ptx::cp_async_commit();
   }
 }
@@ -153,19 +157,21 @@ DEVICE void attend(const Params &p, Shared &shared) {
     shared.k = p.k + work.batch * p.k_batch + head_k * p.k_head;
     shared.v = p.v + work.batch * p.v_batch + head_k * p.v_head;
     shared.q_begin = q_begin;
+    shared.first_key = first_key;
     shared.mask = mask;
   }
-  ptx::barrier();  // thread 0 has written what the loop reads
+  ptx::barrier();                                                           // thread 0 has written what the loop reads
+  const auto first = [&] { return SPLIT ? shared.first_key : first_key; };  // fp32 needs the register more
   const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
   load_q(p, shared, q, q_end - q_begin, thread);
   // Key block by key block from the last to the first; the slots take turns.
   if constexpr (SPLIT) {
-    load_k(p, shared, last_key, first_key);
+    load_k(p, shared, last_key, first());
   } else {
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-      load_k(p, shared, last_key - i * BLOCK_K, first_key);
-      load_v(p, shared, last_key - i * BLOCK_K, first_key);
+      load_k(p, shared, last_key - i * BLOCK_K, first());
+      load_v(p, shared, last_key - i * BLOCK_K, first());
       ptx::cp_async_commit();  // also an empty group: the waits count groups
     }
   }
@@ -190,19 +196,19 @@ DEVICE void attend(const Params &p, Shared &shared) {
   softmax.reset();
   o.zero();
 
-  for (int key = last_key; key >= first_key; key -= BLOCK_K) {
+  for (int key = last_key; key >= first(); key -= BLOCK_K) {
     if constexpr (SPLIT) {
       ptx::cp_async_wait_all();
       ptx::barrier();  // every warp has read the slot
-      split_rows<T, THREADS, BLOCK_K>(shared.in.k[0], 0, shared.landing.packets(), ptx::opaque(threadIdx.x));
-      load_v(p, shared, key, first_key);
+      split_rows<T, THREADS, BLOCK_K>(shared.in.k[0], 0, shared.k_landing.packets(), ptx::opaque(threadIdx.x));
+      load_v(p, shared, key, first());
       ptx::barrier();  // every thread's part of K is split
     } else {
       ptx::cp_async_wait<STAGES - 2>();
       ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
                        // next
-      load_k(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
-      load_v(p, shared, key - (STAGES - 1) * BLOCK_K, first_key);
+      load_k(p, shared, key - (STAGES - 1) * BLOCK_K, first());
+      load_v(p, shared, key - (STAGES - 1) * BLOCK_K, first());
       ptx::cp_async_commit();
     }
     const Mask mask = shared.mask;
@@ -222,8 +228,8 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
     if constexpr (SPLIT) {
       ptx::cp_async_wait_all();
-      split_rows<T, THREADS, BLOCK_K>(shared.in.v[0], 0, shared.landing.packets(), ptx::opaque(threadIdx.x));
-      load_k(p, shared, key - BLOCK_K, first_key);
+      split_rows<T, THREADS, BLOCK_K>(shared.in.v[0], 0, shared.k_landing.packets(), ptx::opaque(threadIdx.x));
+      load_k(p, shared, key - BLOCK_K, first());
       ptx::barrier();  // every thread's part of V is split
     }
     if (seen) {

@@ -14,19 +14,6 @@ struct alignas(2) Packet<2> {
   u16 half;
 };
 
-// fp32 elements land here before they are split into planes: a thread splits just what it copied itself. 16-bit
-// elements land in their tile.
-template <class T, int ELEMENTS>
-struct Landing {
-  Packet<16> packet[ELEMENTS / 4];
-  DEVICE Packet<16> *packets() { return packet; }
-};
-template <class T, int ELEMENTS>
-  requires(T::PLANES == 1)
-struct Landing<T, ELEMENTS> {
-  DEVICE Packet<16> *packets() { return nullptr; }
-};
-
 // The 8-column chunks of a tile that one of THREADS threads moves: threads side by side on LANES chunks of a row, then
 // every STEP-th row.
 template <int THREADS, int ROWS, int COLUMNS>
@@ -35,12 +22,26 @@ struct Share {
   static constexpr int LANES = CHUNKS % 3 == 0 ? CHUNKS / 3 : CHUNKS;  // a power of two
   static constexpr int STEP = THREADS / LANES;
   static constexpr int VISITS = ROWS <= STEP ? 1 : ROWS / STEP;  // of each of the thread's columns
-  static constexpr int ACTIVE = STEP > ROWS ? ROWS * LANES : THREADS;
   static_assert(THREADS % LANES == 0 && (ROWS % STEP == 0 || STEP % ROWS == 0), "threads divide the tile evenly");
 
   u32 row, chunk;  // the first
   DEVICE explicit Share(u32 thread) : row(thread / LANES), chunk(thread % LANES) {}
-  DEVICE bool idle() const { return ACTIVE < THREADS && row >= ROWS; }
+  DEVICE bool idle() const { return STEP > ROWS && row >= ROWS; }
+};
+
+// fp32 elements land here before they are split into planes, 16-bit elements land in their tile. The packets of a
+// thread are THREADS apart whatever tile lands: a thread splits just what it copied, and may copy again while others
+// still split.
+template <class T, int THREADS, int ROWS, int COLUMNS>
+struct Landing {
+  using Mine = Share<THREADS, ROWS, COLUMNS>;
+  Packet<16> packet[2 * THREADS * (Mine::CHUNKS / Mine::LANES) * Mine::VISITS];
+  DEVICE Packet<16> *packets() { return packet; }
+};
+template <class T, int THREADS, int ROWS, int COLUMNS>
+  requires(T::PLANES == 1)
+struct Landing<T, THREADS, ROWS, COLUMNS> {
+  DEVICE Packet<16> *packets() { return nullptr; }
 };
 
 // WIDTH bytes from global to shared memory, or zeros. Two bytes are too few for cp.async, those are copied in step.
@@ -77,7 +78,7 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Packet<16> *landing, c
         if constexpr (T::PLANES == 1) {
           to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(share.row + i * Mine::STEP, chunk) + byte;
         } else {
-          to = reinterpret_cast<unsigned char *>(&landing[(packet + byte / 16) * Mine::ACTIVE + thread]) + byte % 16;
+          to = reinterpret_cast<unsigned char *>(&landing[(packet + byte / 16) * THREADS + thread]) + byte % 16;
         }
         copy<WIDTH>(to, from + byte / SIZE, i * Mine::STEP < left && byte / SIZE < valid);
       }
@@ -102,7 +103,7 @@ DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, co
         Packet<16> planes[T::PLANES];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const Packet<16> &half = landing[(packet + j / 2) * Mine::ACTIVE + thread];
+          const Packet<16> &half = landing[(packet + j / 2) * THREADS + thread];
           u32 pair[T::PLANES];
           split<T, true>(ptx::bits_float(half.word[j % 2 * 2]), ptx::bits_float(half.word[j % 2 * 2 + 1]), pair);
 #pragma unroll

@@ -15,9 +15,10 @@ struct OnlineSoftmax {
   // O and l are rescaled only when a score exceeds the reference by more than this: 2^8 costs no precision in floating
   // point, leaves fp16 weights far from overflow, and makes rescaling rare (FlashAttention-4's conditional rescaling).
   static constexpr float SLACK = 8.0f;
-  // c S - m in one fused operation differs by half an ulp of m from the difference of the rounded products: up to here
-  // by no more than 2^-2. Beyond, that half ulp could be thousands, and the products are rounded first.
-  static constexpr float FUSED_LIMIT = 4194304.0f;  // 2^22
+  // c S - m in one fused operation differs by half an ulp of m from the difference of the rounded products. Up to here
+  // that is 2^-15, and the weight of the greatest score still rounds to 1; beyond, the products are rounded first, so
+  // that equal scores have weight 1 whatever their size.
+  static constexpr float FUSED_LIMIT = 1024.0f;
 
   float m[ROWS], l[ROWS];  // l: this lane's share of the sum
 
