@@ -33,7 +33,8 @@ class OneBlasThread:
                 for blas, _ in self._limits:
                     blas.set_num_threads(1)
             self._callers += 1
-            return max((threads for _, threads in self._limits), default=os.cpu_count() or 1)
+            threads = [threads for _, threads in self._limits]
+            return max(threads) if threads else os.cpu_count() or 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

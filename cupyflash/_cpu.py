@@ -1,12 +1,7 @@
-"""The tiled online softmax of the FlashAttention paper, on NumPy.
+"""Attention of NumPy arrays: cut into items of work that threads take from one queue.
 
-    S  = modifiers(scale Q K^T)         one tile of queries x keys, never the whole matrix
-    m' = max(m, rowmax S)               P  = exp(S - m')
-    l' = exp(m - m') l + rowsum P       O' = (exp(m - m') l O + P V) / l'
-
-O is a weighted mean of V after every tile, so that it overflows nowhere. Threads take work items
-from one queue while BLAS is held to one thread; an item is some queries of one head, or of several
-heads and batch entries where these are short.
+BLAS is held to one thread meanwhile. An item is a range of queries of one head, or of several heads
+and batch entries where these are short; `_online` computes it.
 """
 
 import itertools
@@ -14,54 +9,21 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from . import _philox
+from . import _online
 from ._blas import one_blas_thread
+from ._online import Call, Heads, Item, Scratch
 from .masks import Band
 
 __all__ = ["attention"]
 
-BLOCK_Q = 256
-BLOCK_K = 1024  # a tile of fp32 scores is 1 MiB: half of a second-level cache of today
-CHUNK = 128  # keys that P V sums before it rounds to O: a longer sum loses digits in fp32
+ITEM_Q = 2048  # queries of an item: so many share one load of a tile of keys
+SHORT = 64  # queries or keys that an item counts at least: its heads are bounded in memory
 PRODUCTS_PER_THREAD = 1 << 24  # about 0.5 ms, where to start a thread takes 0.1 ms
 MAX_THREADS = 64  # OpenBLAS as NumPy builds it has buffers for so many callers
-
-Heads = tuple[slice, slice, slice]  # batch entries; heads of k; query heads within a head of k
-
-
-class Item(NamedTuple):
-    """One piece of work: queries `i` of some heads, with the lengths in use."""
-
-    heads: Heads
-    i: range
-    len_q: int
-    len_k: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """The operands of a call as views; a query head is (head of k, member of its group)."""
-
-    q: np.ndarray  # [batch, heads_k, group, len_q, head_dim]
-    k: np.ndarray  # [batch, heads_k, 1, len_k, head_dim]
-    v: np.ndarray  # [batch, heads_k, 1, len_k, head_dim_v]
-    out: np.ndarray  # [batch, heads_k, group, len_q, head_dim_v]
-    lse: np.ndarray | None  # [batch, heads_k, group, len_q]
-    band: Band
-    scale: float
-    softcap: float
-    slopes: np.ndarray | None  # [batch, heads_k, group, 1, 1]
-    bias: np.ndarray | None  # [batch, heads_k, group, len_q, len_k], stride 0 where broadcast
-    mask: np.ndarray | None  # likewise
-    sink: np.ndarray | None  # [batch, heads_k, group, 1, 1]
-    dropout_p: float
-    rng_state: Any
-    dtype: np.dtype  # of all arithmetic
 
 
 def attention(
@@ -162,13 +124,16 @@ def _run(call: Call, lengths: list[tuple[int, int]], threads: int) -> None:
                     item = items.popleft()
                 except IndexError:
                     return
-                _attend(call, item, scratch)
+                _online.attend(call, item, scratch)
 
     if threads == 1:
         return work()
     with ThreadPoolExecutor(threads, "cupyflash") as pool:
-        for future in [pool.submit(work) for _ in range(threads)]:
-            future.result()
+        try:
+            for future in [pool.submit(work) for _ in range(threads)]:
+                future.result()
+        finally:
+            items.clear()  # the first error, or an interrupt, stops the other threads too
 
 
 def _items(call: Call, lengths: list[tuple[int, int]], threads: int) -> Iterator[Item]:
@@ -178,11 +143,12 @@ def _items(call: Call, lengths: list[tuple[int, int]], threads: int) -> Iterator
     for (len_q, len_k), entries in itertools.groupby(lengths):
         end = begin + len(list(entries))
         heads = (end - begin) * heads_k * group
-        rows = max(1, min(BLOCK_Q, len_q, max(64, heads * len_q // threads)))
-        tile = rows * max(1, min(BLOCK_K, len_k))
-        share = min(BLOCK_Q * BLOCK_K // tile, heads // threads)
+        rows = heads * len_q // (1 if threads == 1 else 4 * threads)
+        rows = max(1, min(ITEM_Q, len_q, rows // SHORT * SHORT + SHORT))
+        tile = max(SHORT, rows) * max(SHORT, min(_online.BLOCK_K, len_k))
+        share = max(1, min(_online.BLOCK_Q * _online.BLOCK_K // tile, heads // threads))
         for first in reversed(range(0, len_q, rows)):  # the longest rows of a causal mask first
-            for box in _boxes(range(begin, end), heads_k, group, max(1, share)):
+            for box in _boxes(range(begin, end), heads_k, group, share):
                 yield Item(box, range(first, min(first + rows, len_q)), len_q, len_k)
         begin = end
 
@@ -198,124 +164,3 @@ def _boxes(batch: range, heads_k: int, group: int, heads: int) -> Iterator[Heads
                     slice(h, min(h + steps[1], heads_k)),
                     slice(g, min(g + steps[2], group)),
                 )
-
-
-class Scratch:
-    """The tile of scores of one thread: memory that stays from tile to tile."""
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._memory = np.empty(0, dtype)
-
-    def tile(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an uninitialised C-contiguous array."""
-        size = math.prod(shape)
-        if self._memory.size < size:
-            self._memory = np.empty(size, self._memory.dtype)
-        return self._memory[:size].reshape(shape)
-
-
-def _attend(call: Call, item: Item, scratch: Scratch) -> None:
-    """Compute the rows of one item: the loop over the tiles of keys that they see."""
-    heads, i, len_q, len_k = item
-    rows = (*heads, slice(i.start, i.stop))
-    q, scale = _load(call.q[rows], call.dtype), call.dtype.type(call.scale)
-    if exact := abs(math.frexp(call.scale)[0]) == 0.5:  # a power of two
-        q = q * scale
-    o = np.zeros((*q.shape[:-1], call.v.shape[-1]), call.dtype)
-    row_max = np.full((*q.shape[:-1], 1), -math.inf, call.dtype)
-    if call.sink is not None:
-        row_max[...] = call.sink[heads]
-    row_sum = (row_max != -math.inf).astype(call.dtype)  # exp(sink - row_max)
-
-    begin, end = call.band.keys(i.start, i.stop, len_q, len_k)
-    for first in range(begin, end, BLOCK_K):
-        j = range(first, min(first + BLOCK_K, end))
-        k, v = (
-            _load(x[heads[0], heads[1], :, j.start : j.stop], call.dtype) for x in (call.k, call.v)
-        )
-        # S = scale Q K^T
-        s = np.matmul(q, k.swapaxes(-1, -2), out=scratch.tile((*q.shape[:-1], len(j))))
-        if not exact:
-            s *= scale
-        _modify(call, item, j, s)
-        _hide(call, item, j, s)
-        # P = exp(S - m). A row that has seen no key has m = -inf, and -inf - -inf must not be.
-        old_max, row_max = row_max, np.maximum(row_max, s.max(axis=-1, keepdims=True))
-        shift = np.where(row_max == -math.inf, 0, row_max)
-        s -= shift
-        p = np.exp(s, out=s)
-        # l = exp(m_old - m) l_old + rowsum P
-        old_sum = row_sum * np.exp(old_max - shift)
-        row_sum = old_sum + p @ np.ones((len(j), 1), call.dtype)
-        # O = (exp(m_old - m) l_old O_old + P V) / l
-        norm = 1 / np.where(row_sum == 0, 1, row_sum)
-        p *= norm
-        _drop(call, item, j, p)
-        o *= old_sum * norm
-        for part in (slice(c, c + CHUNK) for c in range(0, len(j), CHUNK)):
-            o += p[..., part] @ v[..., part, :]
-
-    o *= call.dtype.type(_philox.rescale(call.dropout_p))
-    call.out[rows] = o.astype(call.out.dtype)
-    if call.lse is not None:
-        call.lse[rows] = (row_max + np.log(row_sum))[..., 0]
-
-
-def _load(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return a tile in the type of the arithmetic, with rows that BLAS reads in place."""
-    row, column = x.strides[-2:]
-    if x.dtype == dtype and column == x.itemsize and row >= column * x.shape[-1]:
-        return x
-    return x.astype(dtype, order="C")
-
-
-def _modify(call: Call, item: Item, j: range, s: np.ndarray) -> None:
-    """Apply softcap, ALiBi and bias to a tile of scores."""
-    if call.softcap:
-        s /= s.dtype.type(call.softcap)
-        np.tanh(s, out=s)
-        s *= s.dtype.type(call.softcap)
-    if call.slopes is not None:
-        distance = abs(_diagonal(call, item) - np.arange(j.start, j.stop))
-        s -= call.slopes[item.heads].astype(s.dtype) * distance.astype(s.dtype)
-    if call.bias is not None:
-        s += _scores_of(call.bias, item, j).astype(s.dtype)
-
-
-def _hide(call: Call, item: Item, j: range, s: np.ndarray) -> None:
-    """Replace the hidden scores of a tile, whatever they hold, by -inf."""
-    i, len_q, len_k = item[1:]
-    band = call.band
-    if not band.whole(i.start, i.stop, j.start, j.stop, len_q, len_k):
-        left, right, _ = band.operands(len_q, len_k)
-        diagonal, keys = _diagonal(call, item), np.arange(j.start, j.stop)
-        if band.left is not None:
-            np.copyto(s, -math.inf, where=keys < diagonal - left)
-        if band.right is not None:
-            np.copyto(s, -math.inf, where=keys > diagonal + right)
-    if call.mask is not None:
-        np.copyto(s, -math.inf, where=~_scores_of(call.mask, item, j))
-
-
-def _drop(call: Call, item: Item, j: range, p: np.ndarray) -> None:
-    """Zero the weights that dropout does not keep."""
-    if _philox.threshold(call.dropout_p) == 0:
-        return
-    group = call.q.shape[2]
-    batch, heads_k, members = item.heads
-    for b, h, g in np.ndindex(p.shape[:3]):
-        position = batch.start + b, (heads_k.start + h) * group + members.start + g
-        keep = _philox.keep(call.rng_state, call.dropout_p, *position, item.i, j)
-        np.copyto(p[b, h, g], 0, where=~keep)
-
-
-def _diagonal(call: Call, item: Item) -> np.ndarray:
-    """Return i + d, as a column."""
-    d = call.band.diagonal(item.len_q, item.len_k)
-    return np.arange(item.i.start + d, item.i.stop + d)[:, None]
-
-
-def _scores_of(x: np.ndarray, item: Item, j: range) -> np.ndarray:
-    """Return the tile of a bias or mask, of size 1 along the axes that are broadcast."""
-    tile = x[(*item.heads, slice(item.i.start, item.i.stop), slice(j.start, j.stop))]
-    return tile[tuple(slice(1) if step == 0 else slice(None) for step in tile.strides)]

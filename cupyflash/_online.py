@@ -1,0 +1,275 @@
+"""The online softmax of the FlashAttention paper, tile by tile, on NumPy.
+
+    S  = modifiers(scale Q K^T)         one tile of queries x keys, never the whole matrix
+    m' = max(m, rowmax S)               P  = exp(S - m')
+    l' = exp(m - m') l + rowsum P       O' = (exp(m - m') l O + P V) / l'
+
+The outer loop runs over tiles of keys, loaded and transposed once, the inner one over tiles of
+queries. O is a weighted mean of V after every tile, so that it overflows nowhere.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _philox
+from .masks import Band
+
+__all__ = ["BLOCK_K", "BLOCK_Q", "Call", "Heads", "Item", "Scratch", "attend"]
+
+BLOCK_Q = 256
+BLOCK_K = 1024  # a tile of fp32 scores is 1 MiB: half of a second-level cache of today
+FEW_KEYS = 512  # see `_row_sum`
+AMORTIZED = 64  # uses of a row of k from which on it pays to copy it for BLAS
+
+Heads = tuple[slice, slice, slice]  # batch entries; heads of k; query heads within a head of k
+
+
+@dataclass(frozen=True)
+class Call:
+    """The operands of a call as views; a query head is (head of k, member of its group)."""
+
+    q: np.ndarray  # [batch, heads_k, group, len_q, head_dim]
+    k: np.ndarray  # [batch, heads_k, 1, len_k, head_dim]
+    v: np.ndarray  # [batch, heads_k, 1, len_k, head_dim_v]
+    out: np.ndarray  # [batch, heads_k, group, len_q, head_dim_v]
+    lse: np.ndarray | None  # [batch, heads_k, group, len_q]
+    band: Band
+    scale: float
+    softcap: float
+    slopes: np.ndarray | None  # [batch, heads_k, group, 1, 1]
+    bias: np.ndarray | None  # [batch, heads_k, group, len_q, len_k], stride 0 where broadcast
+    mask: np.ndarray | None  # likewise
+    sink: np.ndarray | None  # [batch, heads_k, group, 1, 1]
+    dropout_p: float
+    rng_state: Any
+    dtype: np.dtype  # of all arithmetic
+
+    @property
+    def scales_q(self) -> bool:
+        """Whether `scale` is a power of two, by which q is multiplied without rounding."""
+        return abs(math.frexp(self.scale)[0]) == 0.5
+
+
+class Item(NamedTuple):
+    """One piece of work: queries `i` of some heads, with the lengths in use."""
+
+    heads: Heads
+    i: range
+    len_q: int
+    len_k: int
+
+
+class Tile(NamedTuple):
+    """Queries `i` x keys `j` of some heads, with the lengths in use."""
+
+    heads: Heads
+    i: range
+    j: range
+    len_q: int
+    len_k: int
+
+
+class Scratch:
+    """The tile of scores of one thread: memory that stays from tile to tile."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._memory = np.empty(0, dtype)
+
+    def tile(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return an uninitialised C-contiguous array."""
+        size = math.prod(shape)
+        if self._memory.size < size:
+            self._memory = np.empty(size, self._memory.dtype)
+        return self._memory[:size].reshape(shape)
+
+
+class State(NamedTuple):
+    """The running state of some rows: views that `_update` writes to."""
+
+    q: np.ndarray  # [batch, heads_k, group, rows, head_dim]
+    o: np.ndarray  # [batch, heads_k, group, rows, head_dim_v]
+    row_max: np.ndarray  # m [batch, heads_k, group, rows, 1]
+    row_sum: np.ndarray  # l [batch, heads_k, group, rows, 1]
+
+    def rows(self, begin: int, end: int) -> "State":
+        """Return the state of a part of the rows."""
+        return State(*(x[..., begin:end, :] for x in self))
+
+
+def attend(call: Call, item: Item, scratch: Scratch) -> None:
+    """Compute and write the rows of one item: the loops over the tiles that the band leaves."""
+    heads, i, len_q, len_k = item
+    rows = (*heads, slice(i.start, i.stop))
+    state = _start(call, item, rows)
+    uses = math.prod(state.q.shape[2:4])  # rows that share a row of k
+    begin, end = call.band.keys(i.start, i.stop, len_q, len_k)
+    for first in range(begin, end, BLOCK_K):
+        last = min(first + BLOCK_K, end)
+        keys = heads[0], heads[1], slice(None), slice(first, last)
+        k, v = (_load(x[keys], call.dtype, uses) for x in (call.k, call.v))
+        k = k.swapaxes(-1, -2)
+        k = k if uses < AMORTIZED else np.ascontiguousarray(k)
+        for row in range(i.start, i.stop, BLOCK_Q):
+            i_tile = range(row, min(row + BLOCK_Q, i.stop))
+            seen = call.band.keys(i_tile.start, i_tile.stop, len_q, len_k)
+            j = range(max(seen[0], first), min(seen[1], last))
+            if j:
+                _update(
+                    call,
+                    Tile(heads, i_tile, j, len_q, len_k),
+                    state.rows(i_tile.start - i.start, i_tile.stop - i.start),
+                    k[..., j.start - first : j.stop - first],
+                    v[..., j.start - first : j.stop - first, :],
+                    scratch,
+                )
+
+    o = state.o * call.dtype.type(_philox.rescale(call.dropout_p))
+    call.out[rows] = o.astype(call.out.dtype)
+    if call.lse is not None:
+        call.lse[rows] = (state.row_max + np.log(state.row_sum))[..., 0]
+
+
+def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:
+    """Return the state before the first key: that of the sink alone, where there is one."""
+    q = call.q[rows].astype(call.dtype)
+    if call.scales_q:
+        q *= call.dtype.type(call.scale)
+    o = np.zeros((*q.shape[:-1], call.v.shape[-1]), call.dtype)
+    row_max = np.full((*q.shape[:-1], 1), -math.inf, call.dtype)
+    if call.sink is not None:
+        row_max[...] = call.sink[item.heads]
+    row_sum = (row_max != -math.inf).astype(call.dtype)  # exp(sink - m)
+    return State(q, o, row_max, row_sum)
+
+
+def _update(
+    call: Call, tile: Tile, state: State, k: np.ndarray, v: np.ndarray, scratch: Scratch
+) -> None:
+    """Fold one tile into the state of its rows: one step of the online softmax."""
+    q, o, row_max, row_sum = state
+    # S = scale Q K^T
+    s = np.matmul(q, k, out=scratch.tile((*q.shape[:-1], len(tile.j))))
+    if not call.scales_q:
+        s *= call.dtype.type(call.scale)
+    _modify(call, tile, s)
+    _hide(call, tile, s)
+    # m, P = exp(S - m). A row that has seen no key has m = -inf, and -inf - -inf must not be.
+    old_max = row_max.copy()
+    np.maximum(row_max, s.max(axis=-1, keepdims=True), out=row_max)
+    shift = np.where(row_max == -math.inf, 0, row_max)
+    s -= shift
+    p = np.exp(s, out=s)
+    # l = exp(m_old - m) l_old + rowsum P
+    old_sum = row_sum * np.exp(old_max - shift)
+    np.add(old_sum, _row_sum(p), out=row_sum)
+    # O = (exp(m_old - m) l_old O_old + P V) / l
+    _normalize(p, row_sum)
+    _normalize(old_sum, row_sum)
+    _drop(call, tile, p)
+    o *= old_sum
+    o += _product(p, v)
+
+
+# In a tile with few keys a single rounding shows, so it is computed as the formula is written; in
+# a wider one roundings average out, and the faster of two ways is taken.
+
+
+def _row_sum(p: np.ndarray) -> np.ndarray:
+    if p.shape[-1] <= FEW_KEYS:
+        return p.sum(axis=-1, keepdims=True)
+    return p @ np.ones((p.shape[-1], 1), p.dtype)
+
+
+def _normalize(p: np.ndarray, row_sum: np.ndarray) -> None:
+    """Divide by l; a row that has seen no key has l = 0 and stays 0."""
+    row_sum = np.where(row_sum == 0, 1, row_sum)
+    if p.shape[-1] <= FEW_KEYS:
+        p /= row_sum
+    else:
+        p *= 1 / row_sum
+
+
+def _product(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return P V, summed over chunks of keys: one long sum would lose digits.
+
+    As a stack of small products, which OpenBLAS multiplies in place instead of packing them first.
+    """
+    *heads, rows, keys = p.shape
+    chunk = 64 if keys <= FEW_KEYS else 128
+    if keys <= chunk:
+        return p @ v
+    step = 64 if rows % 64 == 0 else rows
+    whole = keys - keys % chunk
+    chunks = whole // chunk
+    parts = p[..., :whole].reshape(*heads, rows // step, step, chunks, chunk).swapaxes(-3, -2)
+    values = v[..., :whole, :].reshape(*v.shape[:-2], 1, chunks, chunk, v.shape[-1])
+    o = (parts @ values).sum(axis=-3).reshape(*heads, rows, v.shape[-1])
+    if whole < keys:
+        o += p[..., whole:] @ v[..., whole:, :]
+    return o
+
+
+def _load(x: np.ndarray, dtype: np.dtype, uses: int) -> np.ndarray:
+    """Return a tile of keys in the type of the arithmetic; rows that BLAS takes stay in place."""
+    row, column = x.strides[-2:]
+    in_place = column == x.itemsize and row >= column * x.shape[-1]
+    if x.dtype == dtype and in_place and uses < AMORTIZED:
+        return x
+    return x.astype(dtype, order="C")
+
+
+def _modify(call: Call, tile: Tile, s: np.ndarray) -> None:
+    """Apply softcap, ALiBi and bias to a tile of scores."""
+    if call.softcap:
+        s /= s.dtype.type(call.softcap)
+        np.tanh(s, out=s)
+        s *= s.dtype.type(call.softcap)
+    if call.slopes is not None:
+        distance = abs(_diagonal(call, tile) - np.arange(tile.j.start, tile.j.stop))
+        s -= call.slopes[tile.heads].astype(s.dtype) * distance.astype(s.dtype)
+    if call.bias is not None:
+        s += _scores_of(call.bias, tile).astype(s.dtype)
+
+
+def _hide(call: Call, tile: Tile, s: np.ndarray) -> None:
+    """Replace the hidden scores of a tile, whatever they hold, by -inf."""
+    band, (_, i, j, len_q, len_k) = call.band, tile
+    if not band.whole(i.start, i.stop, j.start, j.stop, len_q, len_k):
+        left, right, _ = band.operands(len_q, len_k)
+        diagonal, keys = _diagonal(call, tile), np.arange(j.start, j.stop)
+        if band.left is not None:  # the keys that the last query does not see
+            edge = max(0, int(diagonal[-1, 0]) - left - j.start)
+            np.copyto(s[..., :edge], -math.inf, where=keys[:edge] < diagonal - left)
+        if band.right is not None:  # the keys that the first query does not see
+            edge = max(0, int(diagonal[0, 0]) + right + 1 - j.start)
+            np.copyto(s[..., edge:], -math.inf, where=keys[edge:] > diagonal + right)
+    if call.mask is not None:
+        np.copyto(s, -math.inf, where=~_scores_of(call.mask, tile))
+
+
+def _drop(call: Call, tile: Tile, p: np.ndarray) -> None:
+    """Zero the weights that dropout does not keep."""
+    if _philox.threshold(call.dropout_p) == 0:
+        return
+    group = call.q.shape[2]
+    batch, heads_k, members = tile.heads
+    for b, h, g in np.ndindex(p.shape[:3]):
+        head = (heads_k.start + h) * group + members.start + g
+        keep = _philox.keep(call.rng_state, call.dropout_p, batch.start + b, head, tile.i, tile.j)
+        np.copyto(p[b, h, g], 0, where=~keep)
+
+
+def _diagonal(call: Call, tile: Tile) -> np.ndarray:
+    """Return i + d, as a column."""
+    d = call.band.diagonal(tile.len_q, tile.len_k)
+    return np.arange(tile.i.start + d, tile.i.stop + d)[:, None]
+
+
+def _scores_of(x: np.ndarray, tile: Tile) -> np.ndarray:
+    """Return the tile of a bias or mask, of size 1 along the axes that are broadcast."""
+    i, j = tile.i, tile.j
+    x = x[(*tile.heads, slice(i.start, i.stop), slice(j.start, j.stop))]
+    return x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]
