@@ -52,7 +52,7 @@ struct Rows {
       for (int i = 0; i < 4; ++i) {
         const float (&pair)[4] = p.x[m][column / 8 + i / 2];
         u32 planes[T::PLANES];
-        split<T, false>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
+        split<T>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
 #pragma unroll
         for (int k = 0; k < T::PLANES; ++k) a[k][m][i] = planes[k];
       }

@@ -100,12 +100,22 @@ DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, co
     for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES)
 #pragma unroll 1  // O and S are live: there are no registers for several chunks at once
       for (int i = 0; i < Mine::VISITS; ++i, packet += 2) {
+        float x[8];
+        bool all_tame = true;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          x[j] = ptx::bits_float(landing[(packet + j / 4) * THREADS + thread].word[j % 4]);
+          all_tame = all_tame && tame(x[j]);
+        }
         Packet<16> planes[T::PLANES];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const Packet<16> &half = landing[(packet + j / 2) * THREADS + thread];
           u32 pair[T::PLANES];
-          split<T, true>(ptx::bits_float(half.word[j % 2 * 2]), ptx::bits_float(half.word[j % 2 * 2 + 1]), pair);
+          if (all_tame) {
+            split<T>(x[2 * j], x[2 * j + 1], pair);
+          } else {
+            split_wild<T>(x[2 * j], x[2 * j + 1], pair);
+          }
 #pragma unroll
           for (int k = 0; k < T::PLANES; ++k) planes[k].word[j] = pair[k];
         }

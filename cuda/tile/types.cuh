@@ -27,33 +27,44 @@ struct Float32 {
   static constexpr int PLANES = 3;
 };
 
-// The leading bfloat16 plane of x. Rounding to nearest leaves the smallest rest. With CHECKED, a number that would
-// round to infinity is truncated instead, and infinities and NaN stay what they are.
-template <bool CHECKED>
+// Far enough from overflow for split: NaN and infinities are not.
+DEVICE bool tame(float x) { return fabsf(x) < 1.70141183e38f; }  // 2^127
+
+// The planes of two neighbouring elements, packed. Each is rounded to nearest, which leaves the smallest rest. Elements
+// are tame, or NaN.
+template <class T>
+DEVICE void split(float low, float high, u32 (&planes)[T::PLANES]) {
+#pragma unroll
+  for (int i = 0; i < T::PLANES - 1; ++i) {
+    planes[i] = T::Plane::pair(low, high);
+    low -= ptx::bits_float(planes[i] << 16);
+    high -= ptx::bits_float(planes[i] & 0xffff0000u);
+  }
+  planes[T::PLANES - 1] = T::Plane::pair(low, high);
+}
+
+// The leading plane of any element. One that would round to infinity is truncated, infinities and NaN stay what they
+// are.
 DEVICE float leading_plane(float x) {
   const float rounded = ptx::bits_float(ptx::bf16x2(0.0f, x) & 0xffff0000u);
-  if (!CHECKED) return rounded;
   const bool overflowed = (ptx::float_bits(rounded) & 0x7fffffffu) == 0x7f800000u;
   return overflowed ? ptx::bits_float(ptx::float_bits(x) & 0xffff0000u) : rounded;
 }
 
 // What a plane leaves over: nothing when it is not finite, so that infinity times zero cannot make a NaN of an
 // infinity.
-template <bool CHECKED>
 DEVICE float rest(float x, float plane) {
-  const bool finite = !CHECKED || (ptx::float_bits(plane) & 0x7f800000u) != 0x7f800000u;
-  return finite ? x - plane : 0.0f;
+  return (ptx::float_bits(plane) & 0x7f800000u) == 0x7f800000u ? 0.0f : x - plane;
 }
 
-// The planes of two neighbouring elements, packed. Not CHECKED is for numbers that are far from overflow, or NaN.
-template <class T, bool CHECKED>
-DEVICE void split(float low, float high, u32 (&planes)[T::PLANES]) {
+// The planes of two elements of which one is not tame.
+template <class T>
+DEVICE void split_wild(float low, float high, u32 (&planes)[T::PLANES]) {
 #pragma unroll
-  for (int i = 0; i < T::PLANES - 1; ++i) {
-    const float l = leading_plane<CHECKED>(low), h = leading_plane<CHECKED>(high);
+  for (int i = 0; i < T::PLANES; ++i) {
+    const float l = leading_plane(low), h = leading_plane(high);
     planes[i] = T::Plane::pair(l, h);
-    low = rest<CHECKED>(low, l);
-    high = rest<CHECKED>(high, h);
+    low = rest(low, l);
+    high = rest(high, h);
   }
-  planes[T::PLANES - 1] = T::Plane::pair(low, high);
 }
