@@ -21,7 +21,10 @@ __all__ = ["BLOCK_K", "BLOCK_Q", "Call", "Heads", "Item", "Scratch", "attend"]
 
 BLOCK_Q = 256
 BLOCK_K = 1024  # a tile of fp32 scores is 1 MiB: half of a second-level cache of today
-FEW_KEYS = 512  # see `_row_sum`
+# In a tile of few keys a single rounding shows, so it is computed as the formula is written; in a
+# wider one roundings average out, and the faster of two ways is taken.
+FEW_KEYS = 512
+SMALL_PRODUCT = 10**6  # multiplications
 AMORTIZED = 64  # uses of a row of k from which on it pays to copy it for BLAS
 
 Heads = tuple[slice, slice, slice]  # batch entries; heads of k; query heads within a head of k
@@ -111,7 +114,8 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
         keys = heads[0], heads[1], slice(None), slice(first, last)
         k, v = (_load(x[keys], call.dtype, uses) for x in (call.k, call.v))
         k = k.swapaxes(-1, -2)
-        k = k if uses < AMORTIZED else np.ascontiguousarray(k)
+        if uses >= AMORTIZED and last - first > FEW_KEYS:
+            k = np.ascontiguousarray(k)
         for row in range(i.start, i.stop, BLOCK_Q):
             i_tile = range(row, min(row + BLOCK_Q, i.stop))
             seen = call.band.keys(i_tile.start, i_tile.stop, len_q, len_k)
@@ -173,10 +177,6 @@ def _update(
     o += _product(p, v)
 
 
-# In a tile with few keys a single rounding shows, so it is computed as the formula is written; in
-# a wider one roundings average out, and the faster of two ways is taken.
-
-
 def _row_sum(p: np.ndarray) -> np.ndarray:
     if p.shape[-1] <= FEW_KEYS:
         return p.sum(axis=-1, keepdims=True)
@@ -195,13 +195,13 @@ def _normalize(p: np.ndarray, row_sum: np.ndarray) -> None:
 def _product(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return P V, summed over chunks of keys: one long sum would lose digits.
 
-    As a stack of small products, which OpenBLAS multiplies in place instead of packing them first.
+    A stack of products that are small enough is multiplied by OpenBLAS without packing them first.
     """
     *heads, rows, keys = p.shape
     chunk = 64 if keys <= FEW_KEYS else 128
     if keys <= chunk:
         return p @ v
-    step = 64 if rows % 64 == 0 else rows
+    step = 64 if rows % 64 == 0 and 64 * chunk * v.shape[-1] <= SMALL_PRODUCT else rows
     whole = keys - keys % chunk
     chunks = whole // chunk
     parts = p[..., :whole].reshape(*heads, rows // step, step, chunks, chunk).swapaxes(-3, -2)

@@ -217,9 +217,9 @@ def problems(draw: Any) -> tuple[list[Strided], dict[str, Any]]:
     max_examples=250,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(problem=problems())
+@given(problem=problems(), few=st.sampled_from([0, 512]))
 def test_random_problem(
-    problem: tuple[list[Strided], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    problem: tuple[list[Strided], dict[str, Any]], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays, options = problem
     with monkeypatch.context() as patch:
@@ -227,6 +227,8 @@ def test_random_problem(
         if arrays[0].dtype != np.float32:
             patch.setattr(_online, "BLOCK_Q", 16)
             patch.setattr(_online, "BLOCK_K", 24)
+            patch.setattr(_online, "FEW_KEYS", few)
+            patch.setattr(_online, "AMORTIZED", 8)
         check(*(x.host for x in arrays), **options)
 
 
