@@ -38,6 +38,7 @@ struct Params {
   Mask::Params mask;
 };
 
+constexpr bool COMPENSATED = T::PLANES > 1 && HEAD_DIM_V <= 128;  // a wider O leaves no registers for it
 constexpr bool SPLIT = T::PLANES > 1;  // fp32: tiles land, and are split into the planes of the one slot
 
 struct Inputs {
@@ -64,7 +65,7 @@ struct Shared {
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
-static_assert(!SPLIT || (STAGES == 1 && BLOCK_Q % BLOCK_K == 0), "Q lands block by block");
+static_assert(!SPLIT || STAGES == 1, "fp32 has one slot, and a landing");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
 
 using Scores = Fragment<WARP_Q, BLOCK_K>;
@@ -126,15 +127,20 @@ DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
                                p.len_k - key, p.head_dim_v, ptx::opaque(threadIdx.x));
 }
 
-// Loads the tile's queries. Asynchronously, in a group of their own; fp32 is split as it lands.
+// The largest rows / 2^n that is no more than `room`.
+DEVICE constexpr int fitting(int rows, int room) { return rows <= room ? rows : fitting(rows / 2, room); }
+
+// Loads the tile's queries. Asynchronously, in a group of their own; fp32 lands where K and V will be, as many rows at
+// a time as there is room for, and is split.
 DEVICE void load_q(const Params &p, Shared &shared, const Element *q, int rows, u32 thread) {
   if constexpr (SPLIT) {
-    for (int r = 0; r < BLOCK_Q; r += BLOCK_K) {
-      load_rows<T, THREADS, WIDTH>(shared.in.k[0], shared.k_landing.packets(), q + r * p.q_row, p.q_row, rows - r,
-                                   p.head_dim, thread);
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      split_rows<T, THREADS, BLOCK_K>(shared.in.q, r, shared.k_landing.packets(), thread);
+    constexpr int ROWS = fitting(BLOCK_Q, (sizeof(shared.in.k) + sizeof(shared.in.v)) / (HEAD_DIM * sizeof(Element)));
+    auto *landing = reinterpret_cast<Packet<16> *>(&shared.in.k);
+    for (int r = 0; r < BLOCK_Q; r += ROWS) {
+      Operand<T, ROWS, HEAD_DIM> *none = nullptr;
+      load_rows<T, THREADS, WIDTH>(*none, landing, q + r * p.q_row, p.q_row, rows - r, p.head_dim, thread);
+      ptx::cp_async_wait_all();
+      split_rows<T, THREADS, ROWS>(shared.in.q, r, landing, thread);
     }
   } else {
     load_rows<T, THREADS, WIDTH>(shared.in.q, shared.k_landing.packets(), q, p.q_row, rows, p.head_dim, thread);
@@ -191,7 +197,7 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
   };
 
-  OnlineSoftmax<WARP_Q> softmax;
+  OnlineSoftmax<WARP_Q, COMPENSATED> softmax;
   Output o;
   softmax.reset();
   o.zero();

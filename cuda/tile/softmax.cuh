@@ -9,7 +9,9 @@
 constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
 constexpr float LN_2 = 0.6931471805599453f;
 
-template <int M>
+// COMPENSATED is for fp32: over thousands of keys plain additions would cost l several ulps, and every element of O
+// with it.
+template <int M, bool COMPENSATED>
 struct OnlineSoftmax {
   static constexpr int ROWS = M / 8;
   // O and l are rescaled only when a score exceeds the reference by more than this: 2^8 costs no precision in floating
@@ -21,10 +23,11 @@ struct OnlineSoftmax {
   static constexpr float FUSED_LIMIT = 1024.0f;
 
   float m[ROWS], l[ROWS];  // l: this lane's share of the sum
+  float lost[ROWS];        // what l's additions rounded away, with opposite sign
 
   DEVICE void reset() {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) m[r] = -INFINITE, l[r] = 0.0f;
+    for (int r = 0; r < ROWS; ++r) m[r] = -INFINITE, l[r] = lost[r] = 0.0f;
   }
 
   // Sees the scores of a key block, before weigh() is asked for their weights: moves the reference, and O with it,
@@ -47,8 +50,7 @@ struct OnlineSoftmax {
     bool beyond = false;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
-      beyond |= fabsf(base[r]) > FUSED_LIMIT;
+      beyond |= fabsf(base(r)) > FUSED_LIMIT;
     }
     factor = c;
     if (ptx::any(beyond)) {
@@ -66,12 +68,20 @@ struct OnlineSoftmax {
     for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
     s.each(
         [&](float &score, int r, int) {
-          score = ptx::ex2(ptx::fma(score, factor, -base[r]));
+          score = ptx::ex2(ptx::fma(score, factor, -base(r)));
           sum[r] += score;
         },
         first, columns);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) l[r] += sum[r];
+    for (int r = 0; r < ROWS; ++r) {
+      if constexpr (COMPENSATED) {  // Kahan's summation
+        const float addend = sum[r] - lost[r], total = l[r] + addend;
+        lost[r] = (total - l[r]) - addend;
+        l[r] = total;
+      } else {
+        l[r] += sum[r];
+      }
+    }
   }
 
   // Normalises O and gives the natural-log LSE of each row. A row that saw no key has l = 0: O stays 0 and LSE is -inf.
@@ -89,19 +99,23 @@ struct OnlineSoftmax {
   }
 
  private:
-  float base[ROWS], factor;  // of the block that was met: P = 2^(factor S - base)
+  float factor;  // of the block that was met: P = 2^(factor S - base)
+
+  // The row's reference; 0 for a row without keys so far, since -inf minus -inf would be NaN.
+  DEVICE float base(int r) const { return m[r] == -INFINITE ? 0.0f : m[r]; }
 
   // Moves the reference of the rows whose block maximum is out of reach; from m = -inf at the first finite score.
   template <int DV>
   DEVICE void rescale(const float (&block_max)[ROWS], Fragment<M, DV> &o) {
-    float factor[ROWS];
+    float shrink[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const bool moves = block_max[r] > m[r] + SLACK;
-      factor[r] = moves ? ptx::ex2(m[r] - block_max[r]) : 1.0f;
+      shrink[r] = moves ? ptx::ex2(m[r] - block_max[r]) : 1.0f;
       m[r] = moves ? block_max[r] : m[r];
-      l[r] *= factor[r];
+      l[r] *= shrink[r];
+      lost[r] *= shrink[r];
     }
-    o.each([&](float &value, int r, int) { value *= factor[r]; });
+    o.each([&](float &value, int r, int) { value *= shrink[r]; });
   }
 };
