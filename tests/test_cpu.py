@@ -242,9 +242,9 @@ def filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize("len_k", [1, 2, 65, 1500])
 def test_huge_scores(len_k: int) -> None:
     x = filled((1, len_k, 1, 64), 133120.0, bfloat16)
-    out, lse = attend(x[:, :1], x, x)
+    out, lse = check(x[:, :1], x, x)
     assert (out == x[:, :1]).all()
-    np.testing.assert_allclose(lse, 1.41767475e11, rtol=1e-7)
+    assert (lse == np.float32(133120.0**2 * 8)).all()
 
 
 def test_scores_beyond_float16() -> None:
@@ -254,32 +254,33 @@ def test_scores_beyond_float16() -> None:
     assert (out == np.float16(7 / 3)).all()
 
 
-@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
-    ("dtype", "value"),
-    [("float16", 60000), ("float16", 65504), (bfloat16, 3e38), ("float32", 3e38)],
+    ("dtype", "largest"),
+    [("float16", 65504), (bfloat16, 3e38), ("float32", 3e38)],
     ids=str,
 )
-def test_sums_of_huge_values_do_not_overflow(dtype: Any, value: float) -> None:
-    q, k = filled((1, 20, 1, 8), 0, dtype), filled((1, 1030, 1, 8), 0, dtype)
-    v = filled((1, 1030, 1, 8), value, dtype)
-    np.testing.assert_allclose(attend(q, k, v)[0].astype(float), v[0, 0, 0, 0].astype(float), 1e-6)
+def test_sums_of_huge_values_do_not_overflow(
+    dtype: Any, largest: float, rng: np.random.Generator
+) -> None:
+    q, k, v = inputs(rng, 40, 1030, dtype=dtype)
+    v = (largest * rng.uniform(0.5, 1, v.shape)).astype(dtype)
+    check(q, k[:, :500], v[:, :500])
+    out, _ = attend(q, k, v)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.usefixtures("tiles")
 def test_very_negative_scores() -> None:
     q, k = filled((1, 3, 2, 128), 64, bfloat16), filled((1, 70, 2, 128), -64, bfloat16)
-    out, lse = attend(q, k, filled((1, 70, 2, 5), 1, bfloat16))
+    out, _ = check(q, k, filled((1, 70, 2, 5), 1, bfloat16))
     assert (out == 1).all()
-    np.testing.assert_allclose(lse, -46340.95 + math.log(70), rtol=1e-7)
 
 
 def test_softcap_comes_before_the_bias() -> None:
     zeros, bias = np.zeros((1, 4, 1, 2), np.float32), np.float32([0, 0, 10, 0])
-    out, _ = attend(
-        zeros, zeros, np.eye(4, dtype=np.float32)[None, :, None], softcap=1.0, attn_bias=bias
-    )
-    np.testing.assert_allclose(out[0, 0, 0], np.exp(bias) / np.exp(bias).sum(), rtol=1e-6)
+    v = np.eye(4, dtype=np.float32)[None, :, None]
+    out, _ = check(zeros, zeros, v, softcap=1.0, attn_bias=bias)
+    assert (out[0, :, 0, 2] > 0.999).all(), "e^10 / (e^10 + 3), and not e / (e + 3)"
 
 
 @pytest.mark.usefixtures("tiles")
@@ -287,8 +288,7 @@ def test_the_lowest_finite_bias_hides_nothing(rng: np.random.Generator) -> None:
     q, k, v = inputs(rng)
     lowest = np.full((37, 53), np.finfo(np.float32).min, np.float32)
     lowest[3, 20:] = 0
-    out, _ = check(q, k, v, attn_bias=lowest)
-    np.testing.assert_allclose(out[:, 0, 0], v[:, :, 0].mean(axis=1), rtol=1e-4, atol=1e-6)
+    check(q, k, v, attn_bias=lowest)
     check(
         *(x.astype(bfloat16) for x in (q, k, v)),
         attn_bias=np.float32([0, -1e4, -3e38] * 17 + [0, 0]),
@@ -372,9 +372,8 @@ def test_empty_dimension(axis: str, rng: np.random.Generator) -> None:
 
 def test_mean_of_v_where_the_queries_have_no_columns() -> None:
     v = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1)
-    out, lse = attend(np.zeros((1, 2, 1, 0), np.float32), np.zeros((1, 4, 1, 0), np.float32), v)
+    out, _ = check(np.zeros((1, 2, 1, 0), np.float32), np.zeros((1, 4, 1, 0), np.float32), v)
     assert (out == 1.5).all()
-    np.testing.assert_allclose(lse, math.log(4), rtol=1e-7)
 
 
 def test_unaligned_and_read_only_inputs(rng: np.random.Generator) -> None:
