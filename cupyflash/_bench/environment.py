@@ -141,7 +141,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "clocks": clocks(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
