@@ -10,9 +10,9 @@ import numpy as np
 
 from . import _jit
 from ._array import HOST, ITEMSIZES, Adapter, Array, adapter_of, contiguous_strides, device_guard
-from ._array.host import host_view
-from ._kernels import select
-from ._launch import Bound, bind
+from ._array.host import contiguous_last, host_view
+from ._kernels import HOST_KERNELS, select
+from ._launch import EMULATOR, Bound, bind
 from ._plans import Recent
 from ._problem import LAYOUTS, METADATA, Problem, describe
 from ._views import permuted, span
@@ -194,12 +194,17 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
 def _on_host(
     adapter: Adapter, request: Request, arrays: dict[str, Array], options: dict[str, Any]
 ) -> Any:
-    """Compute in host memory."""
-    name = options.pop("kernel")
-    problem, operands = describe(arrays, arch=None, **options)
+    """Compute in host memory: on the host, or on the emulator that stands for a GPU."""
+    name = options["kernel"]
+    emulator = None if name in HOST_KERNELS else EMULATOR.get()
+    described = {key: value for key, value in options.items() if key != "kernel"}
+    arch = None if emulator is None else emulator.arch
+    problem, operands = describe(arrays, arch=arch, **described)
     axes = LAYOUTS[options["layout"]]
     kernel = select(problem, name)
-    assert kernel.run is not None
+    if kernel.run is None and any(array.strides[3] != 1 for array in operands[:3]):
+        arrays = arrays | {x: contiguous_last(arrays[x]) for x in ("q", "k", "v")}
+        return _on_host(adapter, request, arrays, options)
     out, lse, sums = request.out, None, None
     if out is None:
         like = permuted(operands.out, axes)
@@ -208,7 +213,12 @@ def _on_host(
     if request.return_lse:
         lse = adapter.empty(lse_shape(problem), problem.lse_dtype, HOST)
         sums = host_view(adapter.array(lse, "lse"))
-    kernel.run(problem, operands, sums)
+    if kernel.run is not None:
+        kernel.run(problem, operands, sums)
+    else:
+        assert emulator is not None
+        assert kernel.launch is not None
+        emulator.attend(kernel.launch, problem, operands, sums)
     return (out, lse) if request.return_lse else out
 
 

@@ -26,7 +26,6 @@ from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
 
 Features = tuple[str, ...]
 TIMING_S = 0.05  # per case and kernel
-HOST_KERNELS = tuple(row.name for row in _kernels.KERNELS if row.arch is None)
 
 # fmt: off
 _TABLE: tuple[tuple[str, Case, Features], ...] = (
@@ -213,7 +212,7 @@ def prepare(
     inputs: Inputs, kernel: str
 ) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray], HostClock]:
     """Return the call on a kernel's own kind of arrays, the way back to NumPy, and a clock."""
-    on_host = kernel in HOST_KERNELS
+    on_host = kernel in _kernels.HOST_KERNELS
     place = np.asarray if on_host else cupy_array
     bhsd = inputs.layout == "bhsd"
     arrays = [

@@ -17,7 +17,7 @@ from ._launch import FORWARD_BYTES, LOG2_E, Launch, pack_forward
 from ._problem import FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 
-__all__ = ["KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
+__all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
 
 SM80_DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = _tuning.HEAD_DIMS[-1]
@@ -270,3 +270,4 @@ REFERENCE = Kernel(
 )
 
 KERNELS = (FORWARD_SM80, CPU, REFERENCE)
+HOST_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.arch is None)

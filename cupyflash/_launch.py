@@ -2,13 +2,15 @@
 
 A `Launch` is made without a GPU and says all of one. `load` compiles and loads its kernel once per
 process and device; what it returns takes other parameters on a later call. Anything that runs a
-`Launch` may stand in for the GPU.
+`Launch` may stand in for the GPU: `EMULATOR` does for arrays in host memory, where there is one.
 """
 
 import math
 import struct
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +19,10 @@ from ._problem import Operands, Problem
 from .errors import DeviceUnavailable
 
 __all__ = [
+    "EMULATOR",
     "FORWARD_BYTES",
     "Bound",
+    "Emulator",
     "Launch",
     "Loaded",
     "bind",
@@ -47,6 +51,24 @@ class Launch:
     block: tuple[int, int, int]
     shared_bytes: int
     params: bytes
+
+
+class Emulator(Protocol):
+    """What runs the kernels of a GPU on the host: a session of `cupyflash.emulate`."""
+
+    arch: int  # the compute capability that it stands for
+
+    def attend(
+        self,
+        launch: Callable[..., Launch],
+        problem: Problem,
+        operands: Operands,
+        lse: np.ndarray | None,
+    ) -> None:
+        """Run the launch of a row of the dispatch table on operands in host memory."""
+
+
+EMULATOR: ContextVar[Emulator | None] = ContextVar("EMULATOR", default=None)  # of this thread
 
 
 class _Stream(NamedTuple):

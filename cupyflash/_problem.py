@@ -154,7 +154,7 @@ def describe(
         band=band,
         modifiers=tuple(name for name in MODIFIERS if name in operands or numbers.get(name)),
         arch=arch,
-        width=_width(operands, ITEMSIZES[dtype]),
+        width=_width(operands, ITEMSIZES[dtype], arch),
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state)
@@ -289,13 +289,13 @@ def _fresh(q: Array, head_dim_v: int) -> Array:
     )
 
 
-def _width(operands: Mapping[str, Array], itemsize: int) -> int:
+def _width(operands: Mapping[str, Array], itemsize: int, arch: int | None) -> int:
     """Return the bytes of the widest access, at most 16, that every row of every array allows."""
     width = 16
     for name in ("q", "k", "v", "out"):
         array = operands[name]
         width = math.gcd(width, array.pointer)
-        if width < itemsize and array.device != HOST:
+        if width < itemsize and arch is not None:
             raise InvalidArgument(
                 f"`{name}` starts at address {array.pointer:#x}, which is no multiple of the "
                 f"{itemsize} bytes of its dtype: pass an aligned array"

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .base import HOST, Adapter, Array, dtype_name, element_strides, host_dtype
+from .base import HOST, Adapter, Array, contiguous_strides, dtype_name, element_strides, host_dtype
 
 
 class NumpyAdapter(Adapter):
@@ -66,3 +66,16 @@ def host_view(array: Array) -> np.ndarray:
     if 0 in array.shape:
         return np.empty(array.shape, kind)
     return np.asarray(_Exporter(array, kind.itemsize)).view(kind)
+
+
+def contiguous_last(array: Array) -> Array:
+    """Return an array in host memory, or a C-contiguous copy if its last stride is not 1."""
+    if array.strides[-1] == 1:
+        return array
+    copy = np.ascontiguousarray(host_view(array))
+    return array._replace(
+        pointer=copy.__array_interface__["data"][0],
+        strides=contiguous_strides(array.shape),
+        readonly=False,
+        owner=copy,
+    )
