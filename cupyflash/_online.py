@@ -10,6 +10,7 @@ queries. O is a weighted mean of V after every tile, so that it overflows nowher
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ BLOCK_K = 1024  # a tile of fp32 scores is 1 MiB: half of a second-level cache o
 # In a tile of few keys a single rounding shows, so it is computed as the formula is written; in a
 # wider one roundings average out, and the faster of two ways is taken.
 FEW_KEYS = 512
+PAD = 16  # a power of two from row to row would put whole columns into one set of a cache
 SMALL_PRODUCT = 10**6  # multiplications
 AMORTIZED = 64  # uses of a row of k from which on it pays to copy it for BLAS
 
@@ -50,10 +52,15 @@ class Call:
     rng_state: Any
     dtype: np.dtype  # of all arithmetic
 
-    @property
+    @cached_property
     def scales_q(self) -> bool:
         """Whether `scale` is a power of two, by which q is multiplied without rounding."""
         return abs(math.frexp(self.scale)[0]) == 0.5
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether dropout drops anything."""
+        return _philox.threshold(self.dropout_p) > 0
 
 
 class Item(NamedTuple):
@@ -82,11 +89,13 @@ class Scratch:
         self._memory = np.empty(0, dtype)
 
     def tile(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an uninitialised C-contiguous array."""
-        size = math.prod(shape)
+        """Return an uninitialised array, the rows of a wide one `PAD` elements apart."""
+        *rows, keys = shape
+        width = keys if keys <= FEW_KEYS else keys + PAD
+        size = math.prod(rows) * width
         if self._memory.size < size:
             self._memory = np.empty(size, self._memory.dtype)
-        return self._memory[:size].reshape(shape)
+        return self._memory[:size].reshape(*rows, width)[..., :keys]
 
 
 class State(NamedTuple):
@@ -113,9 +122,9 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
         last = min(first + BLOCK_K, end)
         keys = heads[0], heads[1], slice(None), slice(first, last)
         k, v = (_load(x[keys], call.dtype, uses) for x in (call.k, call.v))
-        k = k.swapaxes(-1, -2)
+        k_t = k.swapaxes(-1, -2)
         if uses >= AMORTIZED and last - first > FEW_KEYS:
-            k = np.ascontiguousarray(k)
+            k_t = _transpose(k)
         for row in range(i.start, i.stop, BLOCK_Q):
             i_tile = range(row, min(row + BLOCK_Q, i.stop))
             seen = call.band.keys(i_tile.start, i_tile.stop, len_q, len_k)
@@ -125,7 +134,7 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
                     call,
                     Tile(heads, i_tile, j, len_q, len_k),
                     state.rows(i_tile.start - i.start, i_tile.stop - i.start),
-                    k[..., j.start - first : j.stop - first],
+                    k_t[..., j.start - first : j.stop - first],
                     v[..., j.start - first : j.stop - first, :],
                     scratch,
                 )
@@ -150,12 +159,12 @@ def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:
 
 
 def _update(
-    call: Call, tile: Tile, state: State, k: np.ndarray, v: np.ndarray, scratch: Scratch
+    call: Call, tile: Tile, state: State, k_t: np.ndarray, v: np.ndarray, scratch: Scratch
 ) -> None:
     """Fold one tile into the state of its rows: one step of the online softmax."""
     q, o, row_max, row_sum = state
     # S = scale Q K^T
-    s = np.matmul(q, k, out=scratch.tile((*q.shape[:-1], len(tile.j))))
+    s = np.matmul(q, k_t, out=scratch.tile((*q.shape[:-1], len(tile.j))))
     if not call.scales_q:
         s *= call.dtype.type(call.scale)
     _modify(call, tile, s)
@@ -169,12 +178,12 @@ def _update(
     # l = exp(m_old - m) l_old + rowsum P
     old_sum = row_sum * np.exp(old_max - shift)
     np.add(old_sum, _row_sum(p), out=row_sum)
-    # O = (exp(m_old - m) l_old O_old + P V) / l
-    _normalize(p, row_sum)
-    _normalize(old_sum, row_sum)
-    _drop(call, tile, p)
-    o *= old_sum
-    o += _product(p, v)
+    # O = (exp(m_old - m) l_old O_old + P V) / l, where l = 0 stands for no key yet
+    total = np.where(row_sum == 0, 1, row_sum)
+    if call.drops:
+        _drop(call, tile, p)
+    o *= old_sum / total
+    o += _mean(p, v, total)
 
 
 def _row_sum(p: np.ndarray) -> np.ndarray:
@@ -183,13 +192,16 @@ def _row_sum(p: np.ndarray) -> np.ndarray:
     return p @ np.ones((p.shape[-1], 1), p.dtype)
 
 
-def _normalize(p: np.ndarray, row_sum: np.ndarray) -> None:
-    """Divide by l; a row that has seen no key has l = 0 and stays 0."""
-    row_sum = np.where(row_sum == 0, 1, row_sum)
-    if p.shape[-1] <= FEW_KEYS:
-        p /= row_sum
-    else:
-        p *= 1 / row_sum
+def _mean(p: np.ndarray, v: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Return P V / l."""
+    if p.shape[-1] > FEW_KEYS:
+        o = _product(p, v)
+        o /= total
+        if np.isfinite(o).all():
+            return o
+    # Also where a sum of huge V has overflowed, which no weighted mean of them does.
+    p /= total
+    return _product(p, v)
 
 
 def _product(p: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -219,6 +231,15 @@ def _load(x: np.ndarray, dtype: np.dtype, uses: int) -> np.ndarray:
     if x.dtype == dtype and in_place and uses < AMORTIZED:
         return x
     return x.astype(dtype, order="C")
+
+
+def _transpose(k: np.ndarray) -> np.ndarray:
+    """Return K^T with rows `PAD` elements apart, copied in blocks of a first-level cache."""
+    *heads, keys, head_dim = k.shape
+    k_t = np.empty((*heads, head_dim, keys + PAD), k.dtype)[..., :keys]
+    for first in range(0, keys, 128):
+        k_t[..., first : first + 128] = k[..., first : first + 128, :].swapaxes(-1, -2)
+    return k_t
 
 
 def _modify(call: Call, tile: Tile, s: np.ndarray) -> None:
@@ -252,8 +273,6 @@ def _hide(call: Call, tile: Tile, s: np.ndarray) -> None:
 
 def _drop(call: Call, tile: Tile, p: np.ndarray) -> None:
     """Zero the weights that dropout does not keep."""
-    if _philox.threshold(call.dropout_p) == 0:
-        return
     group = call.q.shape[2]
     batch, heads_k, members = tile.heads
     for b, h, g in np.ndindex(p.shape[:3]):
