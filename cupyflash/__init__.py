@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 from . import reference
-from ._attention import attention, explain, kernels, show_versions, supports, warmup
+from ._attention import attention, emulate, explain, kernels, show_versions, supports, warmup
 from ._philox import dropout_mask
 from .errors import (
     CompileFailed,
@@ -11,6 +11,7 @@ from .errors import (
     DeviceUnavailable,
     InvalidArgument,
     InvalidType,
+    KernelFault,
     UnsupportedProblem,
 )
 
@@ -20,10 +21,12 @@ __all__ = [
     "DeviceUnavailable",
     "InvalidArgument",
     "InvalidType",
+    "KernelFault",
     "UnsupportedProblem",
     "__version__",
     "attention",
     "dropout_mask",
+    "emulate",
     "explain",
     "kernels",
     "reference",

@@ -1,6 +1,7 @@
 """The public functions, with their documentation; what they do is elsewhere."""
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from . import _explain, _kernels, _versions
 from ._call import call
@@ -8,7 +9,10 @@ from ._explain import Explanation, Sizes
 from ._kernels import KernelInfo
 from .errors import UnsupportedProblem
 
-__all__ = ["attention", "explain", "kernels", "show_versions", "supports", "warmup"]
+if TYPE_CHECKING:
+    from ._emulator import Session
+
+__all__ = ["attention", "emulate", "explain", "kernels", "show_versions", "supports", "warmup"]
 
 
 def attention(
@@ -122,6 +126,40 @@ def attention(
         softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, kernel
     )  # fmt: skip
     return call(q, k, v, out, return_lse, scalars, extras)
+
+
+def emulate(*, seed: int = 0, arch: int = 90) -> "AbstractContextManager[Session]":
+    """Let the CUDA kernels compute arrays in host memory, on a GPU that is emulated.
+
+    Inside of ``with cupyflash.emulate() as session:``, in this thread, `attention` takes the rows
+    of the dispatch table that a GPU would take (those of the host where ``kernel=`` names them).
+    Their CUDA sources are compiled by g++, which must be there, and run thread by thread, in an
+    order and with a timing that are chosen to break kernels. That is thousands of times slower than
+    a GPU, and meant for small arrays.
+
+    Parameters
+    ----------
+    seed : int
+        Chooses the order of blocks and threads, and when asynchronous copies arrive.
+    arch : int
+        Compute capability of the GPU, 90 for 9.0.
+
+    Returns
+    -------
+    context manager of Session
+        ``session.stats`` says, for each kernel by name, what its launches did: bytes moved from
+        global memory, matrix products, barriers.
+
+    Raises
+    ------
+    DeviceUnavailable
+        There is no g++.
+    KernelFault
+        From `attention`: a kernel did what it must not; the message names the line.
+    """
+    from . import _emulator
+
+    return _emulator.session(seed, arch)
 
 
 def explain(

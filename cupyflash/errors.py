@@ -6,6 +6,7 @@ __all__ = [
     "DeviceUnavailable",
     "InvalidArgument",
     "InvalidType",
+    "KernelFault",
     "UnsupportedProblem",
 ]
 
@@ -31,4 +32,8 @@ class DeviceUnavailable(CupyflashError, RuntimeError):
 
 
 class CompileFailed(CupyflashError, RuntimeError):
-    """NVRTC refused a translation unit; the message holds its log and the unit's path."""
+    """A compiler refused a translation unit; the message holds its log and the unit's path."""
+
+
+class KernelFault(CupyflashError, RuntimeError):
+    """The emulator saw a kernel do what it must not; the message names the line and the thread."""

@@ -16,7 +16,7 @@ FLOORS = (
     # compiling (_jit over _nvrtc and _cache) and arrays; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array", "_blas"},
     {"_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_cpu", "_online"},
-    {"_kernels"},
+    {"_kernels", "_emulator"},
     {"_jax"},
     {"_attention", "_call", "_explain", "_versions"},
     {"_check", "_bench"},

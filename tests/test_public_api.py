@@ -17,6 +17,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "jaxlib")
 POSITIONAL = {
     "attention": ["q", "k", "v"],
     "dropout_mask": ["rng_state", "p", "shape"],
+    "emulate": [],
     "kernels": [],
     "show_versions": [],
 }
@@ -51,8 +52,8 @@ def test_all_is_what_can_be_seen() -> None:
 def test_the_promised_names_are_there() -> None:
     promised = {
         "attention", "explain", "supports", "kernels", "warmup", "dropout_mask", "reference",
-        "show_versions", "__version__", "CompileFailed", "CupyflashError", "DeviceUnavailable",
-        "InvalidArgument", "InvalidType", "UnsupportedProblem",
+        "emulate", "show_versions", "__version__", "CompileFailed", "CupyflashError",
+        "DeviceUnavailable", "InvalidArgument", "InvalidType", "KernelFault", "UnsupportedProblem",
     }  # fmt: skip
     assert promised <= set(cupyflash.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", cupyflash.__version__)
@@ -65,6 +66,7 @@ def test_each_exception_is_also_the_built_in_one() -> None:
         "UnsupportedProblem": NotImplementedError,
         "DeviceUnavailable": RuntimeError,
         "CompileFailed": RuntimeError,
+        "KernelFault": RuntimeError,
     }
     for name, built_in in pairs.items():
         assert issubclass(getattr(cupyflash, name), cupyflash.CupyflashError)
@@ -156,6 +158,6 @@ def test_a_call_on_numpy_brings_no_framework() -> None:
         "import cupyflash, numpy, sys\n"
         "x = numpy.ones((1, 3, 2, 8), numpy.float32)\n"
         "assert cupyflash.attention(x, x, x, causal=True).shape == x.shape\n"
-        f"print({{*{FRAMEWORKS}}} & sys.modules.keys())"
+        f"print({{*{FRAMEWORKS}, 'cupyflash._emulator'}} & sys.modules.keys())"
     )
     assert loaded.strip() == "set()"

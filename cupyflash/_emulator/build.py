@@ -1,0 +1,162 @@
+"""From a unit to code that the host executes: g++, the kernel cache, ctypes.
+
+The runtime is one shared library; each unit is another one that names it as needed. Both are
+entries of the kernel cache, keyed by everything that g++ reads and by its version. What g++ reads
+lies in a temporary folder under the names that reports use (``cuda/kernels/...``), so that no path
+of this machine enters a library.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import _cache, _jit
+from .._launch import Launch
+from ..errors import CompileFailed, DeviceUnavailable
+from .stats import Counters
+
+__all__ = ["Unit", "compiler", "runtime", "unit"]
+
+SCHEMA = 1  # of keys and entries: raise it when either changes its meaning
+FLAGS = (
+    "-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off",
+    "-fno-gnu-unique", "-w",
+)  # fmt: skip
+TWINS = Path(__file__).parent / "cpp"
+LIBRARY = "library.so"
+
+_units: dict[str, "Unit"] = {}  # the loaded ones, by key; a library stays loaded
+
+
+class Compiler(NamedTuple):
+    """The g++ of this machine."""
+
+    path: str
+    version: str
+
+
+class Unit(NamedTuple):
+    """A unit as host code."""
+
+    kernel: ctypes.c_void_p  # what `emu_launch` calls
+    params_bytes: int  # of the struct that it takes
+
+
+@functools.cache
+def compiler() -> Compiler:
+    """Return the g++ of this machine, which must be there."""
+    path = shutil.which("g++")
+    if path is None:
+        raise DeviceUnavailable(
+            "the emulator compiles the kernels with g++, which is not on the PATH: install it "
+            "(Debian and Ubuntu: apt install g++)"
+        )
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return Compiler(path, version.stdout.partition("\n")[0])
+
+
+def twins() -> dict[str, str]:
+    """Return the text of the emulator's own sources by name: its headers and its runtime."""
+    paths = sorted(path for path in TWINS.rglob("*") if path.is_file())
+    return {path.relative_to(TWINS).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def runtime() -> ctypes.CDLL:
+    """Return the runtime, compiled once for this compiler and loaded once in this process."""
+    return _load_runtime(_runtime().path / LIBRARY)
+
+
+@functools.cache
+def _load_runtime(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.emu_alloc.restype = ctypes.c_void_p
+    library.emu_alloc.argtypes = [ctypes.c_size_t, ctypes.c_char_p, ctypes.c_int]
+    library.emu_free.restype = None
+    library.emu_free.argtypes = [ctypes.c_void_p]
+    library.emu_launch.restype = ctypes.c_int
+    library.emu_launch.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_uint] * 5, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong,
+        ctypes.POINTER(Counters), ctypes.c_char_p, ctypes.c_size_t,
+    ]  # fmt: skip
+    return library
+
+
+def unit(launch: Launch) -> Unit:
+    """Return a launch's unit, compiled and loaded once for each content of the sources."""
+    cuda, own = _jit.sources(), twins()
+    key = _key(launch.unit, launch.symbol, cuda, own)
+    if key not in _units:
+        with _cache.thread_lock(("emulator", key)):
+            if key not in _units:
+                _units[key] = _load(launch, key, cuda, own)
+    return _units[key]
+
+
+def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -> Unit:
+    runtime()  # first: the unit needs the library by its name alone
+    files = {"unit.cpp": f"{launch.unit}\nEMU_ENTRY({launch.symbol})\n"}
+    files |= {f"cuda/{name}": text for name, text in cuda.items()}
+    files |= {f"emulator/{name}": text for name, text in own.items()}
+    options = ("-I", "emulator", "-I", "cuda", "-include", "emu.h")
+    inputs = ("unit.cpp", str(_runtime().path / LIBRARY))
+    made = _compiled(f"emulated_{launch.symbol}-{key[:16]}", key, files, (*options, *inputs))
+    library = ctypes.CDLL(str(made.path / LIBRARY))
+    library.emu_params_bytes.restype = ctypes.c_size_t
+    kernel = ctypes.cast(library.emu_entry, ctypes.c_void_p)
+    return Unit(kernel, library.emu_params_bytes())
+
+
+def _runtime() -> _cache.Entry:
+    own = twins()
+    key = _key(own)
+    files = {f"emulator/{name}": text for name, text in own.items()}
+    inputs = tuple(name for name in files if name.endswith(".cpp"))
+    # The name by which units find it, whatever folder it was loaded from.
+    options = ("-I", "emulator", f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so")
+    return _compiled(f"emulator-{key[:16]}", key, files, (*options, *inputs))
+
+
+def _key(*parts: Any) -> str:
+    content = json.dumps([SCHEMA, FLAGS, compiler().version, *parts], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _compiled(
+    name: str, key: str, files: dict[str, str], arguments: tuple[str, ...]
+) -> _cache.Entry:
+    """Return the cache's entry of a library, compiled from these files if need be."""
+
+    def make() -> tuple[dict[str, Any], dict[str, bytes]]:
+        start = time.perf_counter()
+        library, log = _run(files, arguments)
+        text = {path: content.encode() for path, content in files.items() if "/" not in path}
+        if library is None:
+            kept = _cache.keep(name, text | {"log.txt": log.encode()})
+            raise CompileFailed(f"{compiler().version} made no library of {kept}:\n{log}")
+        seconds = round(time.perf_counter() - start, 3)
+        return {"compiler": compiler().version, "seconds": seconds}, text | {LIBRARY: library}
+
+    return _cache.get(name, key, make)
+
+
+def _run(files: dict[str, str], arguments: tuple[str, ...]) -> tuple[bytes | None, str]:
+    """Compile in a temporary folder that holds the files; return the library and the log."""
+    with tempfile.TemporaryDirectory(prefix="cupyflash-") as folder:
+        root = Path(folder)
+        for name, content in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, "utf-8")
+        done = subprocess.run(
+            [compiler().path, *FLAGS, f"-ffile-prefix-map={folder}=.", *arguments, "-o", LIBRARY],
+            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        library = root / LIBRARY
+        return (library.read_bytes() if done.returncode == 0 else None), done.stdout

@@ -1,0 +1,125 @@
+"""One `cupyflash.emulate`: launches on an emulated GPU, and what they did."""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .._array import HOST, Array, contiguous_strides
+from .._launch import EMULATOR, Launch
+from .._problem import Operands, Problem
+from ..errors import InvalidArgument, KernelFault
+from . import build
+from .memory import Memory
+from .stats import Counters, Stats
+
+__all__ = ["Session", "run", "session"]
+
+OUTPUTS = ("out",)  # of the operands of a call
+MESSAGE_BYTES = 1 << 14
+PARAMS_ALIGNMENT = 64  # CUDA Driver API, "cuTensorMapEncodeTiled": of a tensor map in Params
+
+_lock = threading.Lock()  # the runtime runs one launch at a time
+
+
+def run(launch: Launch, seed: int) -> Stats:
+    """Run a launch as it is; its pointers are of memory that the runtime allocated.
+
+    Parameters
+    ----------
+    launch : Launch
+        What to run.
+    seed : int
+        Chooses the order of blocks, of threads and of asynchronous operations.
+
+    Returns
+    -------
+    Stats
+        What it did.
+
+    Raises
+    ------
+    KernelFault
+        The kernel did what it must not; the message names the line.
+    """
+    runtime, unit = build.runtime(), build.unit(launch)
+    size = len(launch.params)
+    assert size == unit.params_bytes, f"Params of {unit.params_bytes} bytes, {size} were packed"
+    storage = ctypes.create_string_buffer(size + PARAMS_ALIGNMENT)
+    params = -(-ctypes.addressof(storage) // PARAMS_ALIGNMENT) * PARAMS_ALIGNMENT
+    ctypes.memmove(params, launch.params, size)
+    counters, message = Counters(), ctypes.create_string_buffer(MESSAGE_BYTES)
+    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    with _lock:
+        failed = runtime.emu_launch(
+            unit.kernel, *launch.grid, threads, launch.shared_bytes, params, size, seed,
+            ctypes.byref(counters), message, MESSAGE_BYTES,
+        )  # fmt: skip
+    if failed:
+        text = message.value.decode(errors="replace")
+        raise KernelFault(f"{launch.symbol} (seed {seed}): {text}")
+    return Stats.of(counters)
+
+
+class Session:
+    """An emulated GPU, and what its kernels did so far.
+
+    Parameters
+    ----------
+    seed : int
+        Of every launch.
+    arch : int
+        The compute capability that it stands for, 90 for 9.0.
+    """
+
+    def __init__(self, seed: int, arch: int) -> None:
+        self.seed = seed
+        self.arch = arch
+        self.stats: dict[str, Stats] = {}  # by kernel
+        build.compiler()
+
+    def attend(
+        self,
+        launch: Callable[..., Launch],
+        problem: Problem,
+        operands: Operands,
+        lse: np.ndarray | None,
+    ) -> None:
+        """Run the launch of a row of the dispatch table on operands in host memory."""
+        with Memory(build.runtime()) as memory:
+            placed: dict[str, Any] = {
+                name: (memory.written if name in OUTPUTS else memory.read)(name, value)
+                for name, value in operands._asdict().items()
+                if isinstance(value, Array)
+            }
+            sums = 0 if lse is None else memory.written("lse", _array(lse)).pointer
+            ready = launch(problem, operands._replace(**placed), sums)
+            if ready.grid[0]:
+                self._count(ready.symbol, run(ready, self.seed))
+            memory.collect()
+
+    def _count(self, kernel: str, stats: Stats) -> None:
+        self.stats[kernel] = self.stats.get(kernel, Stats()) + stats
+
+
+def _array(x: np.ndarray) -> Array:
+    """Return the record of a C-contiguous NumPy array."""
+    pointer = x.__array_interface__["data"][0]
+    strides = contiguous_strides(x.shape)
+    return Array(pointer, x.shape, strides, x.dtype.name, HOST, "numpy", False, x)
+
+
+@contextlib.contextmanager
+def session(seed: int, arch: int) -> Iterator[Session]:
+    """Let arrays in host memory be computed by an emulated GPU inside, in this thread."""
+    if not 0 <= seed < 2**64:
+        raise InvalidArgument(f"`seed` must be from 0 to 2**64 - 1, got {seed}")
+    current = Session(seed, arch)
+    token = EMULATOR.set(current)
+    try:
+        yield current
+    finally:
+        EMULATOR.reset(token)
