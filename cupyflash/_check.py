@@ -26,6 +26,7 @@ from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
 
 Features = tuple[str, ...]
 TIMING_S = 0.05  # per case and kernel
+COLOURS = {"ok": "green", "failed": "bold red", "unsupported": "dim"}
 
 # fmt: off
 _TABLE: tuple[tuple[str, Case, Features], ...] = (
@@ -91,6 +92,7 @@ class Outcome:
     us: float | None = None
     gflops: float | None = None
     message: str = ""
+    moved: dict[str, int | None] | None = None  # on the emulator: what the launch did
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Inputs:
                 options |= FEATURES[feature](case, rng)
         return cls(q, k, v, options, "bhsd" if "bhsd" in features else "bshd")
 
+
+Compute = Callable[[Case, Inputs, str], dict[str, Any]]  # returns fields of an Outcome
 
 FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
     "scale": lambda case, rng: {"softmax_scale": -0.2},
@@ -164,15 +168,17 @@ def table(quick: bool = False) -> list[tuple[str, Case, Features]]:
     return [row for row in _TABLE if not (quick and row[0] == "throughput")]
 
 
-def run(kernels: Iterable[str], quick: bool, step: Callable[[str], None]) -> list[Outcome]:
-    """Run every case on every kernel named; `step` is told before each."""
+def run(
+    kernels: Iterable[str], quick: bool, step: Callable[[str], None], compute: Compute | None = None
+) -> list[Outcome]:
+    """Run every case on every kernel named, by `measure` or another; `step` is told before each."""
     outcomes = []
     kernels = list(kernels)
     for name, case, features in table(quick):
         inputs = Inputs.of(case, features)
         for kernel in kernels:
             step(f"{kernel}: {name}, {case}")
-            outcomes.append(check(name, case, inputs, kernel))
+            outcomes.append(check(name, case, inputs, kernel, compute or measure))
     return outcomes + [
         Outcome("any case", "", kernel, "failed", message="it took no case of the table")
         for kernel in kernels
@@ -180,11 +186,11 @@ def run(kernels: Iterable[str], quick: bool, step: Callable[[str], None]) -> lis
     ]
 
 
-def check(name: str, case: Case, inputs: Inputs, kernel: str) -> Outcome:
-    """Compute one case on one kernel, compare it with the oracle, and time it."""
+def check(name: str, case: Case, inputs: Inputs, kernel: str, compute: Compute) -> Outcome:
+    """Compute one case on one kernel; nothing that it raises goes further."""
     outcome = functools.partial(Outcome, name, str(case), kernel)
     try:
-        return outcome(**measure(case, inputs, kernel))
+        return outcome(**compute(case, inputs, kernel))
     except UnsupportedProblem as reason:
         return outcome("unsupported", message=str(reason))
     except Exception as failure:
@@ -192,27 +198,29 @@ def check(name: str, case: Case, inputs: Inputs, kernel: str) -> Outcome:
 
 
 def measure(case: Case, inputs: Inputs, kernel: str) -> dict[str, Any]:
-    """Return the fields of an `Outcome` that a computed case has."""
-    call, host, timer = prepare(inputs, kernel)
-    out, lse = (host(x) for x in call())
-    verdict = _accuracy.verdict(out, lse, inputs.q, inputs.k, inputs.v, **inputs.options)
+    """Compare one case with the oracle and time it; return these fields of its `Outcome`."""
+    call, host, timer = prepare(inputs, kernel, kernel in _kernels.HOST_KERNELS)
+    fields = judge(inputs, *(host(x) for x in call()))
     us = timer.kernel_us(call, TIMING_S) if case.flops() else None
+    return fields | {"us": us, "gflops": case.flops() / us / 1e3 if us else None}
+
+
+def judge(inputs: Inputs, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
+    """Return the fields of an `Outcome` that come from the comparison with the oracle."""
+    verdict = _accuracy.verdict(out, lse, inputs.q, inputs.k, inputs.v, **inputs.options)
     return {
         "status": "ok" if verdict.ok else "failed",
         "error": finite(verdict.error),
         "bound_ratio": finite(verdict.bound_ratio),
         "lse_error": finite(verdict.lse_error),
-        "us": us,
-        "gflops": case.flops() / us / 1e3 if us else None,
         "message": verdict.message,
     }
 
 
 def prepare(
-    inputs: Inputs, kernel: str
+    inputs: Inputs, kernel: str, on_host: bool
 ) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray], HostClock]:
-    """Return the call on a kernel's own kind of arrays, the way back to NumPy, and a clock."""
-    on_host = kernel in _kernels.HOST_KERNELS
+    """Return the call on NumPy or CuPy arrays, the way back to NumPy, and a clock."""
     place = np.asarray if on_host else cupy_array
     bhsd = inputs.layout == "bhsd"
     arrays = [
@@ -244,7 +252,6 @@ def report(outcomes: list[Outcome]) -> Table:
     lines = Table("check", "case", "kernel", title="attention against the fp64 oracle")
     for name in ("max error", "of bound", "LSE error", "time", "GFLOP/s", "result"):
         lines.add_column(name, justify="left" if name == "result" else "right")
-    colours = {"ok": "green", "failed": "bold red", "unsupported": "dim"}
     for o in outcomes:
         lines.add_row(
             o.check,
@@ -253,7 +260,7 @@ def report(outcomes: list[Outcome]) -> Table:
             *(number(value) for value in (o.error, o.bound_ratio, o.lse_error)),
             duration(o.us),
             "" if o.gflops is None else f"{o.gflops:,.1f}",
-            f"[{colours[o.status]}]{o.status}[/]",
+            f"[{COLOURS[o.status]}]{o.status}[/]",
         )
     return lines
 

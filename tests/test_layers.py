@@ -19,7 +19,7 @@ FLOORS = (
     {"_kernels", "_emulator"},
     {"_jax"},
     {"_attention", "_call", "_explain", "_versions"},
-    {"_check", "_bench"},
+    {"_check", "_check_emulated", "_bench"},
     {"cli", "_console"},
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

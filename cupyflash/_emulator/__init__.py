@@ -4,7 +4,8 @@ Nothing here is imported before `cupyflash.emulate` is called. docs/emulator.md 
 and what it cannot see. The runtime and the twins, in C++, are in ``cpp/``.
 """
 
+from .build import compiler
 from .session import Session, run, session
 from .stats import Stats
 
-__all__ = ["Session", "Stats", "run", "session"]
+__all__ = ["Session", "Stats", "compiler", "run", "session"]
