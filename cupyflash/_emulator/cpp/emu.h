@@ -1,10 +1,11 @@
 // The CUDA language on the host: included before a unit, so that g++ compiles the sources of cuda/ as they are.
 #pragma once
-#include <initializer_list>  // NVRTC has it built in
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
-#undef INFINITY  // a macro of the host; the kernels make their own
+
+#include <initializer_list>  // NVRTC has it built in
+#undef INFINITY              // a macro of the host; the kernels make their own
 
 #define __device__
 #define __global__
@@ -20,7 +21,7 @@ struct Index {
 }  // namespace emu
 extern emu::Index threadIdx, blockIdx, blockDim, gridDim;
 
-// CUDA's overloads for mixed types come from these by the usual conversions.
+// CUDA has them for mixed types too, which convert to unsigned; here those do not compile.
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -46,6 +47,6 @@ constexpr size_t params_bytes(void (*)(Params)) {
 }  // namespace emu
 
 // At the end of a unit: what emu_launch calls, and the size of the struct that it has to be given.
-#define EMU_ENTRY(KERNEL)                                                                     \
-  extern "C" void emu_entry(const void *params) { emu::enter(KERNEL, params); }               \
+#define EMU_ENTRY(KERNEL)                                                       \
+  extern "C" void emu_entry(const void *params) { emu::enter(KERNEL, params); } \
   extern "C" size_t emu_params_bytes() { return emu::params_bytes(KERNEL); }

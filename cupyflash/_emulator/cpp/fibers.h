@@ -1,0 +1,39 @@
+// Fibers: a stack for every thread of a block, and the switch between them. All of them run on one thread of the host.
+#pragma once
+#include <stddef.h>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace emu {
+
+// A fiber that is not running.
+#if defined(__x86_64__)
+struct Context {
+  void *stack_pointer = nullptr;
+};
+#else
+struct Context {
+  ucontext_t registers;
+};
+#endif
+
+struct Stack {
+  static constexpr size_t BYTES = 128 << 10, GUARD = 64 << 10;
+  static constexpr size_t REFILLED = 12 << 10;  // bytes at the top that hold NaN when a fiber starts
+
+  unsigned char *begin = nullptr;
+
+  static Stack allocate();
+  void refill();
+  bool guards(const void *address) const;  // an overflow of this stack
+};
+
+// Makes a context that runs `main`, which never returns, on a stack.
+void prepare(Context &context, const Stack &stack, void (*main)());
+
+// Leaves the running fiber in `from` and continues `to`.
+void change(Context &from, Context &to);
+
+}  // namespace emu

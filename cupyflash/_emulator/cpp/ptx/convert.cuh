@@ -1,0 +1,20 @@
+// Twin of cuda/ptx/convert.cuh.
+#pragma once
+#include "device.cuh"
+#include "formats.h"
+#include "runtime.h"
+
+namespace ptx {
+
+DEVICE u32 bf16x2(float low, float high, emu::Loc = emu::Loc::here()) {
+  return emu::bf16_of(low) | static_cast<u32>(emu::bf16_of(high)) << 16;
+}
+
+DEVICE u32 f16x2(float low, float high, emu::Loc = emu::Loc::here()) {
+  return emu::f16_of(low) | static_cast<u32>(emu::f16_of(high)) << 16;
+}
+
+DEVICE u32 float_bits(float x, emu::Loc = emu::Loc::here()) { return emu::bits_of(x); }
+DEVICE float bits_float(u32 x, emu::Loc = emu::Loc::here()) { return emu::float_of(x); }
+
+}  // namespace ptx

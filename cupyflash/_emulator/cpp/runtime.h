@@ -1,0 +1,81 @@
+// What the twins of ptx/ call: one function for each kind of instruction, on behalf of the running thread.
+#pragma once
+#include <stddef.h>
+
+#include <cstdint>
+
+namespace emu {
+
+// A place in the sources. Every twin has a last parameter `Loc loc = Loc::here()`: the line that called it.
+struct Loc {
+  const char *file = "";
+  int line = 0;
+  static constexpr Loc here(const char *file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+};
+
+// Ends the launch with a message about the running thread.
+[[noreturn]] void fail(Loc loc, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+// Shared memory: the block's one allocation, and its addresses as numbers.
+void *shared_memory(size_t bytes, size_t alignment, Loc loc);
+uint32_t shared_address(const void *pointer, Loc loc);
+
+uint32_t lane();
+void block_barrier(Loc loc);
+
+// An instruction that the lanes of a warp execute together. Each lane gives a pointer to its operands; the last one to
+// come runs it for all.
+struct Lanes {
+  void *operands[32];  // null for a lane outside the mask
+  uint32_t mask;
+  Loc loc;
+
+  template <class Operands>
+  Operands &of(uint32_t lane) {
+    return *static_cast<Operands *>(operands[lane]);
+  }
+};
+struct Instruction {
+  const char *name;
+  void (*run)(Lanes &lanes);  // as the last lane to come
+};
+void together(const Instruction &instruction, void *operands, Loc loc, uint32_t mask = 0xffffffffu);
+
+struct Shuffle {
+  uint32_t value;
+  uint32_t source;  // lane
+};
+struct Vote {
+  bool mine, any;
+};
+extern const Instruction SYNC, SHUFFLE, VOTE;
+
+// cp.async: a copy of this thread, its groups, and waiting until at most `pending` groups are in flight. ALL also waits
+// for copies that no group has.
+constexpr int ALL = -1;
+void copy_async(uint32_t shared, const void *global, int bytes, bool present, Loc loc);
+void copy_commit();
+void copy_wait(int pending, Loc loc);
+
+// Four 8 x 8 matrices of 16-bit elements: this lane's row, and what it receives.
+struct MatrixLoad {
+  uint32_t *d;
+  uint32_t row;
+};
+extern const Instruction LDMATRIX_X4, LDMATRIX_X4_TRANS;
+
+// D += A B of m16n8k16.
+struct Product {
+  float *d;
+  const uint32_t *a;
+  uint32_t b[2];
+};
+extern const Instruction MMA_BF16, MMA_F16;
+
+// x with subnormals made zero, as instructions marked ftz do.
+inline float flushed(float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  return bits & 0x7f800000u ? x : __builtin_bit_cast(float, bits & 0x80000000u);
+}
+
+}  // namespace emu

@@ -1,0 +1,190 @@
+// Who runs next, and when asynchronous operations happen: as badly for the kernel as the seed asks for. Threads never
+// spin: one that waits is parked at an object, and woken by it.
+#include <algorithm>
+#include <map>
+
+#include "state.h"
+
+namespace emu {
+
+namespace {
+
+// Threads that could run. In a strict order of warps the newest thread of the first warp runs, else one of a ring.
+struct Ready {
+  std::vector<Thread *> ring;  // a power of two
+  size_t first = 0, count = 0;
+  std::vector<Thread *> of_rank[Clock::WARPS];
+  int rank_of_warp[Clock::WARPS];
+  uint32_t ranks = 0;  // that have threads
+
+  void clear(int threads) {
+    size_t capacity = 32;
+    while (capacity < static_cast<size_t>(threads)) capacity *= 2;
+    ring.assign(capacity, nullptr);
+    first = count = 0;
+    ranks = 0;
+    for (auto &stack : of_rank) stack.clear();
+    for (int w = 0; w < Clock::WARPS; ++w) rank_of_warp[w] = w;
+    for (int w = Clock::WARPS; w > 1; --w) std::swap(rank_of_warp[w - 1], rank_of_warp[machine.random.below(w)]);
+  }
+
+  Thread *&slot(size_t i) { return ring[(first + i) & (ring.size() - 1)]; }
+
+  bool empty() const { return count == 0 && ranks == 0; }
+
+  void put(Thread *thread) {
+    if (machine.order == Order::PRIORITY) {
+      const int rank = rank_of_warp[thread->warp->number];
+      of_rank[rank].push_back(thread);
+      ranks |= 1u << rank;
+    } else {
+      slot(count++) = thread;
+    }
+  }
+
+  Thread *take() {
+    switch (machine.order) {
+      case Order::FIFO: {
+        Thread *thread = slot(0);
+        ++first, --count;
+        return thread;
+      }
+      case Order::RANDOM:
+        std::swap(slot(machine.random.below(count)), slot(count - 1));
+        [[fallthrough]];
+      case Order::LIFO:
+        return slot(--count);
+      case Order::PRIORITY:
+        break;
+    }
+    const int rank = __builtin_ctz(ranks);
+    Thread *thread = of_rank[rank].back();
+    of_rank[rank].pop_back();
+    if (of_rank[rank].empty()) ranks &= ~(1u << rank);
+    return thread;
+  }
+} ready;
+
+void run_operation() {
+  const size_t chosen = machine.random.below(machine.pending.size());
+  Operation *operation = machine.pending[chosen];
+  machine.pending[chosen] = machine.pending.back();
+  machine.pending.pop_back();
+  operation->run();
+}
+
+// The numbers of threads, as ranges.
+std::string ranges(const std::vector<int> &numbers) {
+  std::string text;
+  for (size_t i = 0, end; i < numbers.size(); i = end) {
+    end = i + 1;
+    while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
+    text += format(end - i > 1 ? "%s%d-%d" : "%s%d", i ? "," : "", numbers[i], numbers[end - 1]);
+  }
+  return text;
+}
+
+// Where a waiting thread stands: it is asked itself, on its own stack.
+Trace trace_of(Thread &thread) {
+  if (&thread == machine.thread) return trace_here();
+  Context here;
+  Thread *self = machine.thread;
+  machine.inspector = &here;
+  change(here, thread.context);
+  machine.inspector = nullptr;
+  machine.thread = self;
+  return machine.inspected;
+}
+
+[[noreturn]] void deadlock() {
+  const Block &block = *machine.block;
+  std::vector<int> exited;
+  struct Group {
+    Thread *first;
+    std::vector<int> threads;
+  };
+  std::vector<Group> groups;  // threads that wait at one line for one object
+  for (const auto &thread : block.threads) {
+    if (thread->exited) {
+      exited.push_back(thread->number);
+      continue;
+    }
+    const auto same = [&](const Group &group) {
+      return group.first->waits_for == thread->waits_for && group.first->waits_at.line == thread->waits_at.line &&
+             group.first->waits_at.file == thread->waits_at.file;
+    };
+    auto group = std::find_if(groups.begin(), groups.end(), same);
+    if (group == groups.end()) group = groups.insert(group, {thread.get(), {}});
+    group->threads.push_back(thread->number);
+  }
+  Failure failure;
+  failure.heading = format("block (%u,%u,%u): DEADLOCK", block.index.x, block.index.y, block.index.z);
+  if (!exited.empty()) failure.heading += format("; threads %s have exited", ranges(exited).c_str());
+  for (const Group &group : groups)
+    failure.notes.push_back(
+        {group.first->waits_at,
+         format("threads %s wait: %s", ranges(group.threads).c_str(), group.first->waits_for->state().c_str()),
+         trace_of(*group.first)});
+  fail_with(std::move(failure));
+}
+
+}  // namespace
+
+uint64_t Random::next() {
+  state += 0x9e3779b97f4a7c15u;
+  uint64_t z = state;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
+void clear_ready(int threads) { ready.clear(threads); }
+void make_ready(Thread &thread) { ready.put(&thread); }
+
+static void run(Context &from, Thread &thread) {
+  machine.thread = &thread;
+  threadIdx = thread.index;
+  ++machine.stats.switches;
+  change(from, thread.context);
+}
+
+void start_first(Context &launcher) { run(launcher, *ready.take()); }
+
+void run_next() {
+  Thread *self = machine.thread;
+  if (machine.pace == Pace::RANDOM && !machine.pending.empty() && machine.random.below(32) == 0) run_operation();
+  while (ready.empty() && !machine.pending.empty()) run_operation();
+  if (ready.empty()) {
+    if (machine.block->alive) deadlock();
+    change(self->context, machine.launcher);
+  }
+  Thread *next = ready.take();
+  if (next != self) run(self->context, *next);
+}
+
+void wait_for(Object &object, Loc loc) {
+  Thread &self = *machine.thread;
+  self.waits_for = &object;
+  self.waits_at = loc;
+  object.waiters.push_back(&self);
+  run_next();
+  while (machine.inspector) {  // woken only to be looked at
+    machine.inspected = trace_here();
+    change(self.context, *machine.inspector);
+  }
+  self.waits_for = nullptr;
+}
+
+void wake(Object &object) {
+  for (Thread *thread : object.waiters) ready.put(thread);
+  object.waiters.clear();
+}
+
+void submit(Operation &operation) {
+  if (machine.pace == Pace::EAGER) return operation.run();
+  machine.pending.push_back(&operation);
+}
+
+}  // namespace emu
+
+emu::Index threadIdx, blockIdx, blockDim, gridDim;
