@@ -118,15 +118,13 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, mask_bytes: int, ti
     rows_k = tiles.stages * tiles.block_k
     inputs = 2 * planes * (block_q * head_dim + rows_k * (head_dim + head_dim_v))
     staging = block_q * (head_dim_v * itemsize + 16)
-    landing = max(_landing(tiles, dim) for dim in (head_dim, head_dim_v)) if planes > 1 else 1
+    landing = max(_landing(tiles, dim) for dim in (head_dim, head_dim_v)) if planes > 1 else 16
     surroundings = 2 * 8 + 2 * 4 + mask_bytes  # two addresses, two positions, the mask
-    if planes > 1:
-        surroundings = _aligned(surroundings, 16)
-    return _aligned(max(inputs, staging) + surroundings + landing, 16)
+    return max(inputs, staging) + _aligned(surroundings, 16) + landing
 
 
 def _landing(tiles: Tiles, columns: int) -> int:
-    """Return ``sizeof(Landing)``: 32 bytes for each chunk of 8 that a thread may move."""
+    """Return the bytes where a tile lands: 32 for each chunk of 8 that a thread may move."""
     threads, chunks = tiles.warps * 32, columns // 8
     lanes = chunks // 3 if chunks % 3 == 0 else chunks
     visits = max(1, tiles.block_k * lanes // threads)

@@ -1,10 +1,11 @@
-// O = softmax(scale Q K^T) V and LSE for any GPU with mma.sync and cp.async (sm_80 and newer); the schedule and its
-// measurements are in docs/kernels/attention_fwd_sm80.md.
-// One block computes BLOCK_Q rows of O of one head; each of its warps owns WARP_Q of those rows, from the scores to the
-// output. Key blocks are walked from the last to the first: those that a mask cuts come first, then the ones it leaves
-// whole. While a key block is multiplied, the next ones are on their way into the other slots. Reads Config: T, Mask,
-// HEAD_DIM, HEAD_DIM_V, BLOCK_K, WARPS, M_TILES, STAGES, MIN_BLOCKS, WIDTH, Q_IN_REGISTERS, POSITIVE_SCALE (false also
-// does negative and zero scales), PARAMS_BYTES, SMEM_BYTES.
+// O = softmax(scale Q K^T) V and LSE for any GPU with mma.sync and cp.async (sm_80 and newer). The schedule, the fp32
+// method and the measurements are in docs/kernels/attention_fwd_sm80.md. One block computes BLOCK_Q rows of O of one
+// head; each of its warps owns WARP_Q of those rows, from the scores to the output. Key blocks are walked from the last
+// to the first: those that a mask cuts come first, then the ones it leaves whole. While a key block is multiplied, the
+// next ones are on their way.
+//
+// Reads Config: T, Mask, HEAD_DIM, HEAD_DIM_V, BLOCK_K, WARPS, M_TILES, STAGES, MIN_BLOCKS, WIDTH, Q_IN_REGISTERS,
+// POSITIVE_SCALE (false also does negative and zero scales), PARAMS_BYTES, SMEM_BYTES.
 #include "masks/mask.cuh"
 #include "ptx/cp_async.cuh"
 #include "tile/fragment.cuh"
@@ -38,8 +39,10 @@ struct Params {
   Mask::Params mask;
 };
 
-constexpr bool COMPENSATED = T::PLANES > 1 && HEAD_DIM_V <= 128;  // a wider O leaves no registers for it
-constexpr bool SPLIT = T::PLANES > 1;  // fp32: tiles land, and are split into the planes of the one slot
+// fp32 is split into planes: tiles land one after the other, and go to the one slot from there.
+constexpr bool SPLIT = T::PLANES > 1;
+constexpr bool COMPENSATED = SPLIT && HEAD_DIM_V <= 128;  // a wider O leaves no registers for it
+constexpr int LANDING_K = PACKETS<THREADS, BLOCK_K, HEAD_DIM>, LANDING_V = PACKETS<THREADS, BLOCK_K, HEAD_DIM_V>;
 
 struct Inputs {
   Operand<T, BLOCK_Q, HEAD_DIM> q;
@@ -57,10 +60,7 @@ struct Shared {
   int q_begin;           // first row of the tile
   int first_key;         // of the last key block of the walk
   Mask mask;
-  union {  // K and V land in turn
-    Landing<T, THREADS, BLOCK_K, HEAD_DIM> k_landing;
-    Landing<T, THREADS, BLOCK_K, HEAD_DIM_V> v_landing;
-  };
+  Packet<16> landing[!SPLIT ? 1 : LANDING_K > LANDING_V ? LANDING_K : LANDING_V];
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
@@ -112,19 +112,29 @@ DEVICE void store(const Params &p, const Work &work, Shared &shared, const Outpu
 
 DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; }
 
+// Starts the copies of one tile of `rows` rows of K or V.
+template <int COLUMNS>
+DEVICE void start(Shared &shared, Operand<T, BLOCK_K, COLUMNS> &slot, const Element *rows_at, i64 stride, int rows,
+                  int columns) {
+  const u32 thread = ptx::opaque(threadIdx.x);
+  if constexpr (SPLIT) {
+    land_rows<T, THREADS, WIDTH, BLOCK_K, COLUMNS>(shared.landing, rows_at, stride, rows, columns, thread);
+  } else {
+    load_rows<T, THREADS, WIDTH>(slot, rows_at, stride, rows, columns, thread);
+  }
+}
+
 // Start the copies of the key block at `key`, if there is one.
 DEVICE void load_k(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.k_row);
-  load_rows<T, THREADS, WIDTH>(shared.in.k[slot_of(key)], shared.k_landing.packets(), shared.k + key * row, row,
-                               p.len_k - key, p.head_dim, ptx::opaque(threadIdx.x));
+  start(shared, shared.in.k[slot_of(key)], shared.k + key * row, row, p.len_k - key, p.head_dim);
 }
 
 DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.v_row);
-  load_rows<T, THREADS, WIDTH>(shared.in.v[slot_of(key)], shared.k_landing.packets(), shared.v + key * row, row,
-                               p.len_k - key, p.head_dim_v, ptx::opaque(threadIdx.x));
+  start(shared, shared.in.v[slot_of(key)], shared.v + key * row, row, p.len_k - key, p.head_dim_v);
 }
 
 // The largest rows / 2^n that is no more than `room`.
@@ -137,57 +147,65 @@ DEVICE void load_q(const Params &p, Shared &shared, const Element *q, int rows, 
     constexpr int ROWS = fitting(BLOCK_Q, (sizeof(shared.in.k) + sizeof(shared.in.v)) / (HEAD_DIM * sizeof(Element)));
     auto *landing = reinterpret_cast<Packet<16> *>(&shared.in.k);
     for (int r = 0; r < BLOCK_Q; r += ROWS) {
-      Operand<T, ROWS, HEAD_DIM> *none = nullptr;
-      load_rows<T, THREADS, WIDTH>(*none, landing, q + r * p.q_row, p.q_row, rows - r, p.head_dim, thread);
+      land_rows<T, THREADS, WIDTH, ROWS, HEAD_DIM>(landing, q + r * p.q_row, p.q_row, rows - r, p.head_dim, thread);
       ptx::cp_async_wait_all();
       split_rows<T, THREADS, ROWS>(shared.in.q, r, landing, thread);
     }
   } else {
-    load_rows<T, THREADS, WIDTH>(shared.in.q, shared.k_landing.packets(), q, p.q_row, rows, p.head_dim, thread);
+    load_rows<T, THREADS, WIDTH>(shared.in.q, q, p.q_row, rows, p.head_dim, thread);
     ptx::cp_async_commit();
   }
 }
 
-DEVICE void attend(const Params &p, Shared &shared) {
+// The key blocks that a tile walks, from the one at key `last` down to the one at key `first`; none when last < first.
+struct Walk {
+  int first, last;
+};
+
+// Finds out where this block is, and starts its first copies.
+DEVICE Walk begin(const Params &p, Shared &shared) {
   const u32 thread = threadIdx.x;
   const Work work = work_of(blockIdx.x, p);
   const int head_k = work.head / (p.heads_q / p.heads_k);
   const Mask mask(p.mask, work.batch, work.head, p.len_q, p.len_k);
-
   const int q_begin = work.tile * BLOCK_Q, q_end = min(q_begin + BLOCK_Q, p.len_q);
   const Range keys = mask.keys(q_begin, q_end);
-  const int first_key = keys.begin / BLOCK_K * BLOCK_K;
-  const int last_key = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first_key - BLOCK_K;
+  const int first = keys.begin / BLOCK_K * BLOCK_K;
+  const int last = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first - BLOCK_K;
 
   if (thread == 0) {
     shared.k = p.k + work.batch * p.k_batch + head_k * p.k_head;
     shared.v = p.v + work.batch * p.v_batch + head_k * p.v_head;
     shared.q_begin = q_begin;
-    shared.first_key = first_key;
+    shared.first_key = first;
     shared.mask = mask;
   }
-  ptx::barrier();                                                           // thread 0 has written what the loop reads
-  const auto first = [&] { return SPLIT ? shared.first_key : first_key; };  // fp32 needs the register more
+  ptx::barrier();  // thread 0 has written what the loads and the loop read
   const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
   load_q(p, shared, q, q_end - q_begin, thread);
-  // Key block by key block from the last to the first; the slots take turns.
   if constexpr (SPLIT) {
-    load_k(p, shared, last_key, first());
+    load_k(p, shared, last, first);
   } else {
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-      load_k(p, shared, last_key - i * BLOCK_K, first());
-      load_v(p, shared, last_key - i * BLOCK_K, first());
+      load_k(p, shared, last - i * BLOCK_K, first);
+      load_v(p, shared, last - i * BLOCK_K, first);
       ptx::cp_async_commit();  // also an empty group: the waits count groups
     }
   }
+  return {first, last};
+}
+
+DEVICE void attend(const Params &p, Shared &shared) {
+  const Walk walk = begin(p, shared);
+  const auto first = [&] { return SPLIT ? shared.first_key : walk.first; };  // fp32 needs the register more
 
   Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
   if constexpr (Config::Q_IN_REGISTERS) {
     ptx::cp_async_wait<STAGES - 1>();
     ptx::barrier();  // every thread's part of Q has landed
 #pragma unroll
-    for (int d = 0; d < HEAD_DIM; d += 16) q_rows[d / 16].load(shared.in.q, thread / 32 * WARP_Q, d, ptx::lane());
+    for (int d = 0; d < HEAD_DIM; d += 16) q_rows[d / 16].load(shared.in.q, threadIdx.x / 32 * WARP_Q, d, ptx::lane());
   }
   const auto queries = [&](Rows<T, WARP_Q> &rows, int column, u32 lane) {
     if constexpr (Config::Q_IN_REGISTERS) {
@@ -202,17 +220,16 @@ DEVICE void attend(const Params &p, Shared &shared) {
   softmax.reset();
   o.zero();
 
-  for (int key = last_key; key >= first(); key -= BLOCK_K) {
+  for (int key = walk.last; key >= first(); key -= BLOCK_K) {
     if constexpr (SPLIT) {
       ptx::cp_async_wait_all();
       ptx::barrier();  // every warp has read the slot
-      split_rows<T, THREADS, BLOCK_K>(shared.in.k[0], 0, shared.k_landing.packets(), ptx::opaque(threadIdx.x));
+      split_rows<T, THREADS, BLOCK_K>(shared.in.k[0], 0, shared.landing, ptx::opaque(threadIdx.x));
       load_v(p, shared, key, first());
       ptx::barrier();  // every thread's part of K is split
     } else {
       ptx::cp_async_wait<STAGES - 2>();
-      ptx::barrier();  // every thread's part of the block has landed, and every warp has read the slot that is filled
-                       // next
+      ptx::barrier();  // every thread's part of the block has landed; every warp has read the slot to be filled next
       load_k(p, shared, key - (STAGES - 1) * BLOCK_K, first());
       load_v(p, shared, key - (STAGES - 1) * BLOCK_K, first());
       ptx::cp_async_commit();
@@ -234,7 +251,7 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
     if constexpr (SPLIT) {
       ptx::cp_async_wait_all();
-      split_rows<T, THREADS, BLOCK_K>(shared.in.v[0], 0, shared.k_landing.packets(), ptx::opaque(threadIdx.x));
+      split_rows<T, THREADS, BLOCK_K>(shared.in.v[0], 0, shared.landing, ptx::opaque(threadIdx.x));
       load_k(p, shared, key - BLOCK_K, first());
       ptx::barrier();  // every thread's part of V is split
     }

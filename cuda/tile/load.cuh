@@ -29,20 +29,10 @@ struct Share {
   DEVICE bool idle() const { return STEP > ROWS && row >= ROWS; }
 };
 
-// fp32 elements land here before they are split into planes, 16-bit elements land in their tile. The packets of a
-// thread are THREADS apart whatever tile lands: a thread splits just what it copied, and may copy again while others
-// still split.
-template <class T, int THREADS, int ROWS, int COLUMNS>
-struct Landing {
-  using Mine = Share<THREADS, ROWS, COLUMNS>;
-  Packet<16> packet[2 * THREADS * (Mine::CHUNKS / Mine::LANES) * Mine::VISITS];
-  DEVICE Packet<16> *packets() { return packet; }
-};
-template <class T, int THREADS, int ROWS, int COLUMNS>
-  requires(T::PLANES == 1)
-struct Landing<T, THREADS, ROWS, COLUMNS> {
-  DEVICE Packet<16> *packets() { return nullptr; }
-};
+// How many packets of 16 bytes land for a tile of fp32 elements.
+template <int THREADS, int ROWS, int COLUMNS>
+constexpr int PACKETS = 2 * THREADS * (Share<THREADS, ROWS, COLUMNS>::CHUNKS / Share<THREADS, ROWS, COLUMNS>::LANES) *
+                        Share<THREADS, ROWS, COLUMNS>::VISITS;
 
 // WIDTH bytes from global to shared memory, or zeros. Two bytes are too few for cp.async, those are copied in step.
 template <int WIDTH>
@@ -55,11 +45,11 @@ DEVICE void copy(unsigned char *to, const void *from, bool present) {
 }
 
 // Starts the copy of `rows` rows of `columns` elements; row r starts at source + r * stride. All THREADS of the block
-// take part; WIDTH divides a row's bytes, so that each access is there or is not. Commit and wait come before the first
-// use, and a barrier or, for fp32, split_rows.
-template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
-DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Packet<16> *landing, const typename T::Storage *source,
-                      i64 stride, int rows, int columns, u32 thread) {
+// take part. to(row, chunk, packet, byte) says where a byte of a chunk goes, which is the packet-th 16 bytes that this
+// thread moves. WIDTH divides a row's bytes, so that each access is there or is not. Commit and wait come before the
+// first use.
+template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS, class Target>
+DEVICE void copy_rows(Target to, const typename T::Storage *source, i64 stride, int rows, int columns, u32 thread) {
   using Mine = Share<THREADS, ROWS, COLUMNS>;
   constexpr int SIZE = sizeof(typename T::Storage);
   const Mine share(thread);
@@ -74,13 +64,8 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Packet<16> *landing, c
     for (int i = 0; i < Mine::VISITS; ++i) {
 #pragma unroll T::PLANES == 1 ? 8 * SIZE / WIDTH : 1
       for (int byte = 0; byte < 8 * SIZE; byte += WIDTH) {
-        unsigned char *to;
-        if constexpr (T::PLANES == 1) {
-          to = operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(share.row + i * Mine::STEP, chunk) + byte;
-        } else {
-          to = reinterpret_cast<unsigned char *>(&landing[(packet + byte / 16) * THREADS + thread]) + byte % 16;
-        }
-        copy<WIDTH>(to, from + byte / SIZE, i * Mine::STEP < left && byte / SIZE < valid);
+        const bool present = i * Mine::STEP < left && byte / SIZE < valid;
+        copy<WIDTH>(to(share.row + i * Mine::STEP, chunk, packet, byte), from + byte / SIZE, present);
       }
       packet += SIZE / 2;
       from += Mine::STEP * stride;  // past the last row of the array nothing is read
@@ -88,43 +73,62 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, Packet<16> *landing, c
   }
 }
 
+// 16-bit elements go into the tile of their operand; a barrier comes before the first use too.
+template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
+DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, const typename T::Storage *source, i64 stride, int rows,
+                      int columns, u32 thread) {
+  const auto to = [&](u32 row, u32 chunk, int, int byte) {
+    return operand.plane[0].bytes() + Tile<ROWS, COLUMNS>::offset(row, chunk) + byte;
+  };
+  copy_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(to, source, stride, rows, columns, thread);
+}
+
+// fp32 elements land, to be split into planes by the thread that copied them. Its packets are THREADS apart whatever
+// tile lands, so that it may copy again while others still split.
+template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
+DEVICE void land_rows(Packet<16> *landing, const typename T::Storage *source, i64 stride, int rows, int columns,
+                      u32 thread) {
+  const auto to = [&](u32, u32, int packet, int byte) {
+    return reinterpret_cast<unsigned char *>(&landing[(packet + byte / 16) * THREADS + thread]) + byte % 16;
+  };
+  copy_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(to, source, stride, rows, columns, thread);
+}
+
 // Splits fp32 elements that have landed into the planes of rows [first, first + ROWS) of an operand. A barrier comes
-// before the first use. 16-bit elements have nothing to split.
+// before the first use.
 template <class T, int THREADS, int ROWS, int OPERAND_ROWS, int COLUMNS>
 DEVICE void split_rows(Operand<T, OPERAND_ROWS, COLUMNS> &operand, int first, const Packet<16> *landing, u32 thread) {
-  if constexpr (T::PLANES > 1) {
-    using Mine = Share<THREADS, ROWS, COLUMNS>;
-    const Mine share(thread);
-    if (share.idle()) return;
+  using Mine = Share<THREADS, ROWS, COLUMNS>;
+  const Mine share(thread);
+  if (share.idle()) return;
 #pragma unroll
-    for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES)
+  for (int c = 0, packet = 0; c < Mine::CHUNKS; c += Mine::LANES)
 #pragma unroll 1  // O and S are live: there are no registers for several chunks at once
-      for (int i = 0; i < Mine::VISITS; ++i, packet += 2) {
-        float x[8];
-        bool all_tame = true;
+    for (int i = 0; i < Mine::VISITS; ++i, packet += 2) {
+      float x[8];
+      bool all_tame = true;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          x[j] = ptx::bits_float(landing[(packet + j / 4) * THREADS + thread].word[j % 4]);
-          all_tame = all_tame && tame(x[j]);
-        }
-        Packet<16> planes[T::PLANES];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          u32 pair[T::PLANES];
-          if (all_tame) {
-            split<T>(x[2 * j], x[2 * j + 1], pair);
-          } else {
-            split_wild<T>(x[2 * j], x[2 * j + 1], pair);
-          }
-#pragma unroll
-          for (int k = 0; k < T::PLANES; ++k) planes[k].word[j] = pair[k];
-        }
-        const u32 offset = Tile<OPERAND_ROWS, COLUMNS>::offset(first + share.row + i * Mine::STEP, c + share.chunk);
-#pragma unroll
-        for (int k = 0; k < T::PLANES; ++k)
-          *reinterpret_cast<Packet<16> *>(operand.plane[k].bytes() + offset) = planes[k];
+      for (int j = 0; j < 8; ++j) {
+        x[j] = ptx::bits_float(landing[(packet + j / 4) * THREADS + thread].word[j % 4]);
+        all_tame = all_tame && tame(x[j]);
       }
-  }
+      Packet<16> planes[T::PLANES];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        u32 pair[T::PLANES];
+        if (all_tame) {
+          split<T>(x[2 * j], x[2 * j + 1], pair);
+        } else {
+          split_wild<T>(x[2 * j], x[2 * j + 1], pair);
+        }
+#pragma unroll
+        for (int k = 0; k < T::PLANES; ++k) planes[k].word[j] = pair[k];
+      }
+      const u32 offset = Tile<OPERAND_ROWS, COLUMNS>::offset(first + share.row + i * Mine::STEP, c + share.chunk);
+#pragma unroll
+      for (int k = 0; k < T::PLANES; ++k)
+        *reinterpret_cast<Packet<16> *>(operand.plane[k].bytes() + offset) = planes[k];
+    }
 }
 
 // A tile of results on its way out. Sixteen bytes of padding a row put the fragments' stores into different banks.
