@@ -30,6 +30,7 @@ FLAGS = (
     "-fno-gnu-unique", "-w",
 )  # fmt: skip
 TWINS = Path(__file__).parent / "cpp"
+OWN = "_emulator"  # where they lie while g++ runs: reports leave out what is there
 LIBRARY = "library.so"
 
 _units: dict[str, "Unit"] = {}  # the loaded ones, by key; a library stays loaded
@@ -103,8 +104,8 @@ def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -
     runtime()  # first: the unit needs the library by its name alone
     files = {"unit.cpp": f"{launch.unit}\nEMU_ENTRY({launch.symbol})\n"}
     files |= {f"cuda/{name}": text for name, text in cuda.items()}
-    files |= {f"emulator/{name}": text for name, text in own.items()}
-    options = ("-I", "emulator", "-I", "cuda", "-include", "emu.h")
+    files |= {f"{OWN}/{name}": text for name, text in own.items()}
+    options = ("-I", f"./{OWN}", "-I", "./cuda", "-include", "emu.h")
     inputs = ("unit.cpp", str(_runtime().path / LIBRARY))
     made = _compiled(f"emulated_{launch.symbol}-{key[:16]}", key, files, (*options, *inputs))
     library = ctypes.CDLL(str(made.path / LIBRARY))
@@ -116,10 +117,10 @@ def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -
 def _runtime() -> _cache.Entry:
     own = twins()
     key = _key(own)
-    files = {f"emulator/{name}": text for name, text in own.items()}
+    files = {f"{OWN}/{name}": text for name, text in own.items()}
     inputs = tuple(name for name in files if name.endswith(".cpp"))
     # The name by which units find it, whatever folder it was loaded from.
-    options = ("-I", "emulator", f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so")
+    options = ("-I", f"./{OWN}", f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so")
     return _compiled(f"emulator-{key[:16]}", key, files, (*options, *inputs))
 
 
