@@ -30,8 +30,11 @@ FLAGS = (
     "-fno-gnu-unique", "-w",
 )  # fmt: skip
 TWINS = Path(__file__).parent / "cpp"
+RUNTIME = "runtime.so"
 OWN = "_emulator"  # where they lie while g++ runs: reports leave out what is there
 LIBRARY = "library.so"
+
+Files = dict[str, bytes]
 
 _units: dict[str, "Unit"] = {}  # the loaded ones, by key; a library stays loaded
 
@@ -69,14 +72,10 @@ def twins() -> dict[str, str]:
     return {path.relative_to(TWINS).as_posix(): path.read_text("utf-8") for path in paths}
 
 
+@functools.cache
 def runtime() -> ctypes.CDLL:
     """Return the runtime, compiled once for this compiler and loaded once in this process."""
-    return _load_runtime(_runtime().path / LIBRARY)
-
-
-@functools.cache
-def _load_runtime(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(_runtime().path / LIBRARY))
     library.emu_alloc.restype = ctypes.c_void_p
     library.emu_alloc.argtypes = [ctypes.c_size_t, ctypes.c_char_p, ctypes.c_int]
     library.emu_free.restype = None
@@ -102,22 +101,24 @@ def unit(launch: Launch) -> Unit:
 
 def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -> Unit:
     runtime()  # first: the unit needs the library by its name alone
-    files = {"unit.cpp": f"{launch.unit}\nEMU_ENTRY({launch.symbol})\n"}
-    files |= {f"cuda/{name}": text for name, text in cuda.items()}
-    files |= {f"{OWN}/{name}": text for name, text in own.items()}
+    files: Files = {"unit.cpp": f"{launch.unit}\nEMU_ENTRY({launch.symbol})\n".encode()}
+    files |= {f"cuda/{name}": text.encode() for name, text in cuda.items()}
+    files |= {f"{OWN}/{name}": text.encode() for name, text in own.items()}
+    files[RUNTIME] = _runtime().files[LIBRARY]
     options = ("-I", f"./{OWN}", "-I", "./cuda", "-include", "emu.h")
-    inputs = ("unit.cpp", str(_runtime().path / LIBRARY))
-    made = _compiled(f"emulated_{launch.symbol}-{key[:16]}", key, files, (*options, *inputs))
+    name = f"emulated_{launch.symbol}-{key[:16]}"
+    made = _compiled(name, key, files, (*options, "unit.cpp", RUNTIME))
     library = ctypes.CDLL(str(made.path / LIBRARY))
     library.emu_params_bytes.restype = ctypes.c_size_t
     kernel = ctypes.cast(library.emu_entry, ctypes.c_void_p)
     return Unit(kernel, library.emu_params_bytes())
 
 
+@functools.cache
 def _runtime() -> _cache.Entry:
     own = twins()
     key = _key(own)
-    files = {f"{OWN}/{name}": text for name, text in own.items()}
+    files = {f"{OWN}/{name}": text.encode() for name, text in own.items()}
     inputs = tuple(name for name in files if name.endswith(".cpp"))
     # The name by which units find it, whatever folder it was loaded from.
     options = ("-I", f"./{OWN}", f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so")
@@ -129,15 +130,13 @@ def _key(*parts: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _compiled(
-    name: str, key: str, files: dict[str, str], arguments: tuple[str, ...]
-) -> _cache.Entry:
+def _compiled(name: str, key: str, files: Files, arguments: tuple[str, ...]) -> _cache.Entry:
     """Return the cache's entry of a library, compiled from these files if need be."""
 
     def make() -> tuple[dict[str, Any], dict[str, bytes]]:
         start = time.perf_counter()
         library, log = _run(files, arguments)
-        text = {path: content.encode() for path, content in files.items() if "/" not in path}
+        text = {path: files[path] for path in files.keys() & {"unit.cpp"}}
         if library is None:
             kept = _cache.keep(name, text | {"log.txt": log.encode()})
             raise CompileFailed(f"{compiler().version} made no library of {kept}:\n{log}")
@@ -147,14 +146,14 @@ def _compiled(
     return _cache.get(name, key, make)
 
 
-def _run(files: dict[str, str], arguments: tuple[str, ...]) -> tuple[bytes | None, str]:
+def _run(files: Files, arguments: tuple[str, ...]) -> tuple[bytes | None, str]:
     """Compile in a temporary folder that holds the files; return the library and the log."""
     with tempfile.TemporaryDirectory(prefix="cupyflash-") as folder:
         root = Path(folder)
         for name, content in files.items():
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, "utf-8")
+            path.write_bytes(content)
         done = subprocess.run(
             [compiler().path, *FLAGS, f"-ffile-prefix-map={folder}=.", *arguments, "-o", LIBRARY],
             cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
