@@ -3,14 +3,12 @@
 
 #include "formats.h"
 #include "precise.h"
+#include "products.h"
 #include "state.h"
 
 namespace emu {
 
 namespace {
-
-// A vector of one row of D.
-typedef double Row __attribute__((vector_size(8 * sizeof(double))));
 
 template <bool TRANSPOSED>
 void load_x4(Lanes &lanes) {
@@ -49,8 +47,8 @@ void multiply(Lanes &lanes) {
   ++machine.stats.mma;
   const auto low = [](uint32_t pair) { return static_cast<double>(FROM(static_cast<uint16_t>(pair))); };
   const auto high = [](uint32_t pair) { return static_cast<double>(FROM(static_cast<uint16_t>(pair >> 16))); };
-  double a[16][16];
-  Row b[16], d[16];
+  Matrices matrices;
+  auto &[d, a, b] = matrices;
   for (uint32_t lane = 0; lane < 32; ++lane) {
     const Product &mine = lanes.of<Product>(lane);
     const uint32_t g = lane / 4, t = lane % 4 * 2;
@@ -61,8 +59,7 @@ void multiply(Lanes &lanes) {
     }
     for (int i = 0; i < 2; ++i) b[t + 8 * i][g] = low(mine.b[i]), b[t + 8 * i + 1][g] = high(mine.b[i]);
   }
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < 16; ++k) d[row] += a[row][k] * b[k];
+  accumulate(matrices);
   for (uint32_t lane = 0; lane < 32; ++lane) {
     const Product &mine = lanes.of<Product>(lane);
     for (int i = 0; i < 4; ++i) mine.d[i] = truncated(d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);

@@ -30,16 +30,17 @@ std::vector<std::string> calls(const Trace &trace) {
   locate(reinterpret_cast<void *>(&emu_launch), runtime, offset);
   locate(reinterpret_cast<void *>(machine.kernel), unit, offset);
   if (!unit || unit == runtime) return {};
-  std::string command = format("addr2line -i -e '%s'", unit);
+  std::string command = format("addr2line -f -i -e '%s'", unit);
   for (void *counter : trace)
     if (locate(counter, file, offset) && !strcmp(file, unit)) command += format(" %#zx", static_cast<size_t>(offset));
   command += " 2>/dev/null";
   std::vector<std::string> found;
   FILE *pipe = popen(command.c_str(), "r");
   if (!pipe) return found;
-  char text[4096];
-  while (fgets(text, sizeof text, pipe)) {
-    std::string line(text, strcspn(text, " \n"));  // " (discriminator 3)" follows
+  char function[4096], place[4096];
+  while (fgets(function, sizeof function, pipe) && fgets(place, sizeof place, pipe)) {
+    std::string line(place, strcspn(place, " \n"));  // " (discriminator 3)" follows
+    if (!strcmp(function, "emu_entry\n")) break;
     if (line.find("/_emulator/") == std::string::npos && line[0] != '?') found.push_back(line);
   }
   pclose(pipe);
