@@ -112,9 +112,11 @@ def test_infinities_and_nan_stay_in_their_rows() -> None:
     check(q, k, v, causal=True)
 
 
-def test_blocks_beyond_one_wave_of_heads() -> None:
-    """More heads than share the L2 cache at a time: the order of blocks has an end of a group."""
-    q, k, v = arrays(2, 20, 11, 16)
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_heads_in_groups(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of heads that share the L2 cache, the last one smaller, and tiles of each."""
+    monkeypatch.setattr(_tuning, "heads_per_group", lambda *sizes: group)
+    q, k, v = arrays(2, 140, 5, 16)
     check(q, k, v, causal=True, seeds=(1,))
 
 
