@@ -5,7 +5,7 @@ and what it cannot see. The runtime and the twins, in C++, are in ``cpp/``.
 """
 
 from .build import compiler
-from .session import Session, run, session
+from .device import Session, run, session
 from .stats import Stats
 
 __all__ = ["Session", "Stats", "compiler", "run", "session"]
