@@ -7,7 +7,6 @@ from . import _explain, _kernels, _versions
 from ._call import call
 from ._explain import Explanation, Sizes
 from ._kernels import KernelInfo
-from .errors import UnsupportedProblem
 
 if TYPE_CHECKING:
     from ._emulator import Session
@@ -217,12 +216,7 @@ def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> b
     bool
         False where `attention` would raise UnsupportedProblem; wrong arguments raise here too.
     """
-    request = _explain.resolve((q, k, v), *Sizes.split(arguments))
-    try:
-        _kernels.select(request.problem, request.kernel)
-    except UnsupportedProblem:
-        return False
-    return True
+    return _explain.supports((q, k, v), *Sizes.split(arguments))
 
 
 def warmup(

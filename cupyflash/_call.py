@@ -4,6 +4,7 @@ A call's *facts* are all that its plan depends on: shapes, strides, dtypes, devi
 of the pointers, and the scalar arguments. They are looked up before anything is checked.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +12,13 @@ import numpy as np
 from . import _jit
 from ._array import HOST, ITEMSIZES, Adapter, Array, adapter_of, contiguous_strides, device_guard
 from ._array.host import contiguous_last, host_view
+from ._array.torch_arrays import Dynamo
 from ._kernels import HOST_KERNELS, select
 from ._launch import EMULATOR, Bound, bind
 from ._plans import Recent
-from ._problem import LAYOUTS, METADATA, Problem, describe
+from ._problem import LAYOUTS, Problem, describe, host_metadata
+from ._scalars import flag, recorded_state, refuse_gradient
 from ._views import permuted, span
-from .errors import UnsupportedProblem
 
 __all__ = ["PLANS", "SCALARS", "call", "lse_shape"]
 
@@ -67,10 +69,7 @@ class Request(NamedTuple):
         named.pop("rng_state", None)
         if self.out is not None:
             named["out"] = self.out
-        return {
-            name: np.asarray(x) if name in METADATA and isinstance(x, tuple | list) else x
-            for name, x in named.items()
-        }
+        return {name: host_metadata(x, name) for name, x in named.items()}
 
 
 def call(
@@ -97,7 +96,11 @@ def call(
     -------
     out, or (out, lse)
     """
+    if not Dynamo.hidden and "torch._dynamo" in sys.modules:
+        Dynamo.hide()
     adapter = adapter_of(q, "q")
+    if type(return_lse) is not bool:
+        return_lse = flag("return_lse", return_lse)
     kind, key = type(q), None
     if adapter.framework == "jax" or (adapter.foreign and kind is not Array):
         return _elsewhere(adapter, Request(q, k, v, out, return_lse, scalars, extras))
@@ -105,7 +108,7 @@ def call(
         try:
             key, pointers = _facts(adapter, q, k, v, out, scalars)
             plan = PLANS.get(key)
-        except TypeError:  # unhashable, or no plain array: the checks say which
+        except (TypeError, ValueError):  # unhashable, or no plain array: the checks say which
             key = plan = None
         if plan is not None and (out is None or _apart(plan, pointers)):
             return _replay(plan, adapter, pointers, out, return_lse)
@@ -120,7 +123,9 @@ def _facts(
     at_q, at_k, at_v = pointer(q), pointer(k), pointer(v)
     at_out, facts_out = (0, None) if out is None else (pointer(out), facts(out))
     alignment = (at_q | at_k | at_v | at_out) & 15
-    types = type(scalars[0]), type(scalars[1])  # True equals 1
+    scale, causal, (left, right), _, softcap, dropout_p, _, _ = scalars
+    # True and 1.0 equal 1: an argument of a wrong type must not meet the plan of a right one.
+    types = type(scale), type(causal), type(left), type(right), type(softcap), type(dropout_p)
     key = adapter, facts(q), facts(k), facts(v), facts_out, alignment, scalars, types
     return key, (at_q, at_k, at_v, at_out)
 
@@ -172,16 +177,9 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
     for name, x in request.arrays().items():
         own = adapter_of(x, name)
         arrays[name] = own.array(x, name)
-        if own.grad_needed(x):
-            raise UnsupportedProblem(
-                f"`{name}` requires a gradient, which attention does not compute: pass "
-                f"`{name}.detach()` or call it under torch.no_grad()"
-            )
+        refuse_gradient(own, x, name)
     options = dict(zip(SCALARS, request.scalars, strict=True))
-    state = request.extras.get("rng_state")
-    if state is not None and not isinstance(state, tuple | list):
-        state = adapter_of(state, "rng_state").array(state, "rng_state")
-    options["rng_state"] = state
+    options["rng_state"] = recorded_state(request.extras.get("rng_state"))
     device = arrays["q"].device
     if device == HOST:
         return _on_host(adapter, request, arrays, options)
@@ -196,7 +194,7 @@ def _on_host(
 ) -> Any:
     """Compute in host memory: on the host, or on the emulator that stands for a GPU."""
     name = options["kernel"]
-    emulator = None if name in HOST_KERNELS else EMULATOR.get()
+    emulator = None if isinstance(name, str) and name in HOST_KERNELS else EMULATOR.get()
     described = {key: value for key, value in options.items() if key != "kernel"}
     arch = None if emulator is None else emulator.arch
     problem, operands = describe(arrays, arch=arch, **described)

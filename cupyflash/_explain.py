@@ -1,6 +1,7 @@
 """What a call would do, without doing it: from arrays, or from sizes and an architecture alone."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,17 @@ from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
 from ._call import SCALARS
 from ._kernels import rejections, select
 from ._launch import Launch, bind
-from ._problem import DTYPES, LAYOUTS, METADATA, SCORES, SHAPES, Operands, Problem, describe
+from ._problem import (
+    DTYPES,
+    LAYOUTS,
+    SCORES,
+    SHAPES,
+    Operands,
+    Problem,
+    describe,
+    host_metadata,
+)
+from ._scalars import flag, recorded_state, refuse_gradient
 from .errors import (
     CompileFailed,
     DeviceUnavailable,
@@ -21,8 +32,9 @@ from .errors import (
     UnsupportedProblem,
 )
 
-__all__ = ["Explanation", "Request", "Sizes", "explain", "resolve", "warmup"]
+__all__ = ["Explanation", "Request", "Sizes", "explain", "resolve", "supports", "warmup"]
 
+MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 # The optional arrays: True stands for one in a call of sizes alone.
 EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
 
@@ -109,6 +121,8 @@ class Sizes:
 
     def on(self, device: int) -> "Sizes":
         """Return the same sizes on a CUDA device, which must be there."""
+        if isinstance(device, bool) or not isinstance(device, int | np.integer) or device < 0:
+            raise InvalidArgument(f"`device` must be a CUDA ordinal from 0 on, got {device!r}")
         return dataclasses.replace(self, arch=_jit.compute_capability(device), device=device)
 
     def resolved(self) -> dict[str, int]:
@@ -163,9 +177,27 @@ def resolve(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any])
     for name, x in given.items():
         if x is not None and name not in records:
             records[name] = _record(name, x)
-    state = options.get("rng_state") or (0, 0)
+    flag("return_lse", options.get("return_lse", False))
+    state = options.get("rng_state")
+    # The state decides nothing here, so that it may be missing; True stands for one.
+    state = (0, 0) if state is None or state is True else recorded_state(state)
     problem, operands = describe(records, arch=arch, rng_state=state, **scalars)
     return Request(problem, operands, kernel, records["q"].device)
+
+
+def supports(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any]) -> bool:
+    """Return whether some kernel computes a call, whose arguments are right."""
+    request = resolve(arrays, sizes, options)
+    named = dict(zip(("q", "k", "v"), arrays, strict=True)) | options
+    try:
+        for name in ("q", "k", "v", *EXTRAS, "out"):
+            x = named.get(name)
+            if hasattr(x, "shape"):
+                refuse_gradient(adapter_of(x, name), x, name)
+        select(request.problem, request.kernel)
+    except UnsupportedProblem:
+        return False
+    return True
 
 
 def explain(request: Request) -> Explanation:
@@ -197,8 +229,7 @@ def warmup(request: Request) -> None:
 
 
 def _record(name: str, x: Any) -> Array:
-    if name in METADATA and isinstance(x, tuple | list):
-        x = np.asarray(x)
+    x = host_metadata(x, name)
     return adapter_of(x, name).array(x, name)
 
 
@@ -210,6 +241,10 @@ def _placeholders(sizes: Sizes, layout: Any, given: Mapping[str, Any]) -> dict[s
     for name in ("q", "k", "v", *(name for name in EXTRAS if given[name] is True)):
         words = SHAPES[name][0] if name in SHAPES else SCORES
         shape = tuple(bound[word] for word in words)
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"`{name}` of shape {shape} is larger than any memory: make its sizes smaller"
+            )
         if name in ("q", "k", "v"):
             shape = tuple(shape[axis] for axis in axes)
         records[name] = Array(

@@ -121,13 +121,20 @@ def select(problem: Problem, name: Any = None) -> Kernel:
                 return kernel
         reasons = "; ".join(rejections(problem).values())
         raise UnsupportedProblem(f"no kernel for {problem.op}: {reasons}")
-    named = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    named = _named(name)
     if named is None:
         names = ", ".join(repr(kernel.name) for kernel in KERNELS)
         raise InvalidArgument(f"`kernel` must be None or one of {names}, got {name!r}")
     if reason := named.refusal(problem):
         raise UnsupportedProblem(f"`kernel` is {name!r}, which cannot be used: {reason}")
     return named
+
+
+def _named(name: Any) -> Kernel | None:
+    """Return the row of that name; what is no string (an array, say) names none."""
+    if not isinstance(name, str):
+        return None
+    return next((kernel for kernel in KERNELS if kernel.name == name), None)
 
 
 def rejections(problem: Problem) -> dict[str, str]:
@@ -180,10 +187,10 @@ def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None)
         dropout_p=problem.dropout_p,
         **views,
     )
-    with np.errstate(over="ignore"):  # a value beyond the output's range is infinite there
+    with np.errstate(over="ignore"):  # a value beyond the range of its array is infinite there
         out[...] = values.astype(out.dtype)
-    if lse is not None:
-        lse[...] = sums
+        if lse is not None:
+            lse[...] = sums
 
 
 def _refuse_sm80(problem: Problem) -> str | None:
@@ -194,7 +201,8 @@ def _refuse_sm80(problem: Problem) -> str | None:
         return f"does not take {', '.join(f'`{name}`' for name in problem.modifiers)}"
     if reason := _refuse_dtype(problem, SM80_DTYPES):
         return reason
-    if (longest := max(problem.len_q, problem.len_k)) > MAX_LENGTH:
+    longest = max(problem.len_q, problem.len_k)
+    if longest > MAX_LENGTH and not problem.empty:
         return f"needs lengths up to {MAX_LENGTH}, got {longest}"
     if (blocks := _blocks_sm80(problem, _config_sm80(problem))) > MAX_BLOCKS:
         return f"launches at most {MAX_BLOCKS} blocks, this needs {blocks}"

@@ -165,6 +165,8 @@ def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> 
         Heads whose K and V share the L2 cache.
     """
     arrays = (operands.q, operands.k, operands.v, operands.out)
+    if problem.empty:
+        return bytes(FORWARD_BYTES)  # no block reads them, and the other sizes may have any value
     return (
         POINTERS.pack(*(array.pointer for array in arrays), lse)
         + FORWARD.pack(

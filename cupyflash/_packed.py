@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,8 @@ class Packed:
     """The operands, checked, as packed arrays, with a span for every sequence."""
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]):
+        if unknown := options.keys() - Options.__dataclass_fields__:
+            raise InvalidType(f"`{min(unknown)}` is no option of the oracle: see reference.Options")
         self.options = o = Options(**options)
         self.dense, self.swapped = o.cu_seqlens_q is None, o.layout == "bhsd"
         q, k, v = (np.asarray(x) for x in (q, k, v))
@@ -211,10 +214,21 @@ def _check_options(o: Options) -> None:
         raise InvalidArgument(
             f'`alignment` must be "bottom_right" or "top_left", got {o.alignment!r}'
         )
-    if any(side is not None and side < -1 for side in o.window_size):
+    window = o.window_size if isinstance(o.window_size, tuple | list) else ()
+    sides = [side for side in window if side is not None]
+    if len(window) != 2 or any(not isinstance(n, Integral) or n < -1 for n in sides):
         raise InvalidArgument(
-            f"`window_size` must hold sizes, or -1 or None for no bound, got {o.window_size}"
+            "`window_size` must be a pair of sizes, or -1 or None for no bound, "
+            f"got {o.window_size!r}"
         )
+    for name in ("softmax_scale", "softcap"):
+        value = 0 if getattr(o, name) is None else getattr(o, name)
+        try:
+            right = not isinstance(value, str | bytes) and math.isfinite(value)
+        except TypeError:
+            right = False
+        if not right or (name == "softcap" and value < 0):
+            raise InvalidArgument(f"`{name}` must be a finite number, got {value!r:.60}")
     if o.attn_mask is not None and np.asarray(o.attn_mask).dtype != bool:
         raise InvalidType(
             f"`attn_mask` must be bool, got {np.asarray(o.attn_mask).dtype}: use `attn_bias`"

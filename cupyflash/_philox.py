@@ -11,8 +11,9 @@ b is the batch entry or the sequence, h the query head, i and j the positions wi
 layout, packing, tiles and splits cannot be seen in the mask.
 """
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ def seed_offset(rng_state: Any) -> tuple[int, int]:
     """
     if not isinstance(rng_state, np.ndarray):
         try:
+            if isinstance(rng_state, Mapping | Set) or any(isinstance(n, bool) for n in rng_state):
+                raise TypeError
             seed, offset = (operator.index(number) for number in rng_state)
         except (TypeError, ValueError):
             raise InvalidType(
@@ -86,9 +89,13 @@ def seed_offset(rng_state: Any) -> tuple[int, int]:
 
 def threshold(p: float) -> int:
     """Return T, the number of the 65536 values of a 16-bit draw that drop a score."""
-    if not 0.0 <= float(p) <= 1.0:
-        raise InvalidArgument(f"`dropout_p` must be from 0 to 1, got {p}")
-    return round(65536 * float(p))
+    try:
+        chance = math.nan if isinstance(p, str | bytes | bool) else float(p)
+    except (TypeError, ValueError):
+        chance = math.nan
+    if not 0.0 <= chance <= 1.0:
+        raise InvalidArgument(f"`dropout_p` must be from 0 to 1, got {p!r:.60}")
+    return round(65536 * chance)
 
 
 def rescale(p: float) -> float:
@@ -148,8 +155,13 @@ def dropout_mask(rng_state: Any, p: float, shape: tuple[int, int, int, int]) -> 
     -------
     bool array of that shape
     """
-    batch, heads, len_q, len_k = shape
-    mask = np.empty(shape, bool)
+    try:
+        batch, heads, len_q, len_k = map(operator.index, shape)
+        mask = np.empty((batch, heads, len_q, len_k), bool)
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"`shape` must be four sizes (batch, heads_q, len_q, len_k), got {shape!r:.60}"
+        ) from None
     for b in range(batch):
         for h in range(heads):
             mask[b, h] = keep(rng_state, p, b, h, range(len_q), range(len_k))

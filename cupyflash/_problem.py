@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ._array import HOST, ITEMSIZES, Array
 from ._array.host import host_view
 from ._scalars import random_state, scalars
@@ -16,7 +18,7 @@ from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
 from .masks import Band
 
-__all__ = ["LAYOUTS", "MODIFIERS", "Operands", "Problem", "describe"]
+__all__ = ["LAYOUTS", "MODIFIERS", "Operands", "Problem", "describe", "host_metadata"]
 
 Shape = tuple[str, ...]
 # The shapes that an array may have; equal words are equal sizes.
@@ -73,6 +75,11 @@ class Problem:
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
     width: int = 16  # bytes that one access to q, k, v and out may have
     op: str = "forward"
+
+    @property
+    def empty(self) -> bool:
+        """Whether no query of any head is there to attend."""
+        return self.batch * self.len_q * self.heads_q == 0
 
     @property
     def output_dtype(self) -> str:
@@ -158,6 +165,18 @@ def describe(
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state)
+
+
+def host_metadata(x: Any, name: str) -> Any:
+    """Return a list or tuple of lengths as an array, any other argument as it is."""
+    if name not in METADATA or not isinstance(x, tuple | list):
+        return x
+    try:
+        return np.asarray(x) if len(x) else np.zeros(0, np.int64)
+    except (TypeError, ValueError):  # ragged, or of what is no number
+        raise InvalidType(
+            f"`{name}` must hold one integer per batch entry, got {x!r:.60}"
+        ) from None
 
 
 def output_dtype(dtype: str) -> str:

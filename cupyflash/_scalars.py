@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ._array import HOST, Array, adapter_of
+from ._array import HOST, Adapter, Array, adapter_of
 from ._array.host import host_view
 from ._philox import seed_offset, threshold
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, UnsupportedProblem
 
-__all__ = ["random_state", "scalars"]
+__all__ = ["flag", "number", "random_state", "recorded_state", "refuse_gradient", "scalars"]
 
 # Kernels compute in fp32 with the scale times log2(e), which must not overflow either.
 FLOAT32_LIMIT = float(np.finfo(np.float32).max) / 2
@@ -29,6 +29,8 @@ def scalars(
     cap = _finite("softcap", softcap, limit)
     if cap < 0:
         raise InvalidArgument(f"`softcap` must be positive, or 0.0 for none, got {cap}")
+    if cap:  # scores are divided by it, in their type: a smaller one would be 0 there
+        cap = max(cap, float(np.finfo("float64" if dtype == "float64" else "float32").tiny))
     p = number("dropout_p", dropout_p)
     if not 0 <= p <= 1:
         raise InvalidArgument(f"`dropout_p` must be a probability from 0 to 1, got {p}")
@@ -53,6 +55,13 @@ def random_state(rng_state: Any, needed: bool, device: int) -> tuple[int, int] |
     return seed_offset(host_view(rng_state) if isinstance(rng_state, Array) else rng_state)
 
 
+def recorded_state(rng_state: Any) -> Any:
+    """Return the state of dropout as `random_state` takes it: of an array, the record."""
+    if rng_state is None or isinstance(rng_state, tuple | list):
+        return rng_state
+    return adapter_of(rng_state, "rng_state").array(rng_state, "rng_state")
+
+
 def number(name: str, value: Any) -> float:
     """Return a real scalar as a float: a Python or NumPy number, or a 0-d array of the host."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -67,6 +76,22 @@ def number(name: str, value: Any) -> float:
         return math.inf
 
 
+def refuse_gradient(adapter: Adapter, x: Any, name: str) -> None:
+    """Raise where the caller's framework would differentiate through an argument."""
+    if adapter.grad_needed(x):
+        raise UnsupportedProblem(
+            f"`{name}` requires a gradient, which attention does not compute: pass "
+            f"`{name}.detach()` or call it under torch.no_grad()"
+        )
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a bool of Python or NumPy as Python's."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidType(f"`{name}` must be a bool, got {type(value).__name__}: use True or False")
+    return bool(value)
+
+
 def _is_real(value: Any) -> bool:
     if isinstance(value, np.generic):  # the kind of ml_dtypes' floats is V
         return value.dtype.kind in "fiu" or "float" in value.dtype.name
@@ -75,7 +100,9 @@ def _is_real(value: Any) -> bool:
 
 def _element(name: str, value: Any) -> Any:
     """Return the element of another framework's 0-d array, if it lies in host memory."""
-    array = adapter_of(value, name).array(value, name)
+    adapter = adapter_of(value, name)
+    array = adapter.array(value, name)
+    refuse_gradient(adapter, value, name)
     if array.shape != () or array.device != HOST:
         raise InvalidType(
             f"`{name}` must be a real number, got an array of shape {array.shape} "

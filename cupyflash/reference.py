@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from ._packed import Block, Options, Packed
+from .errors import InvalidArgument
 
 __all__ = [
     "Gradients",
@@ -182,6 +183,10 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
     dq, dk, dv = (np.zeros(x.shape, a.compute) for x in (packed.q, packed.k, packed.v))
     dbias, dsink = np.zeros(packed.bias.shape, a.compute), np.zeros(packed.heads, a.compute)
     scale, rescale = packed.scale**power, packed.rescale**power
+    shape = (*packed.q.shape[:2], packed.v.shape[2])
+    _check_shape("dout", dout, packed.unpack(np.empty(shape), packed.shape_q))
+    if dlse is not None:
+        _check_shape("dlse", dlse, packed.unpack_lse(np.empty(packed.q.shape[1::-1])))
     dout, dlse = packed.pack(np.asarray(dout)), packed.pack_lse(dlse)
     for at in packed.blocks():
         q, k, v = packed.load(at, a.compute)
@@ -214,6 +219,11 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         None if o.attn_bias is None else dbias.reshape(np.shape(o.attn_bias)),
         None if o.learnable_sink is None else dsink,
     )
+
+
+def _check_shape(name: str, x: Any, like: np.ndarray) -> None:
+    if np.shape(x) != like.shape:
+        raise InvalidArgument(f"`{name}` must have shape {like.shape}, got {np.shape(x)}")
 
 
 def _scores(

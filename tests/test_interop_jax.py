@@ -338,3 +338,11 @@ def test_modifiers_are_refused_on_a_gpu_while_tracing() -> None:
         q, k, v = map(kit.put, inputs())
         with pytest.raises(UnsupportedProblem, match="softcap"):
             jax.jit(lambda q: cupyflash.attention(q, k, v, softcap=3.0))(q)
+
+
+def test_lengths_and_states_of_another_library(host: Kit) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = inputs()
+    options = {"seqused_k": np.array([3, 7]), "dropout_p": 0.5, "rng_state": np.array([1, 2])}
+    others = {name: torch.tensor(x) if name != "dropout_p" else x for name, x in options.items()}
+    check(host, attend(*map(host.put, arrays), **others), arrays, **options)

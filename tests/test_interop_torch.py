@@ -102,7 +102,7 @@ def test_tensors_without_memory_are_refused() -> None:
         attend(torch.empty(SHAPE, device="meta"))
     with pytest.raises(InvalidType, match="`q` must be a strided tensor"):
         attend(tensor().to_sparse())
-    with pytest.raises(InvalidType, match="has no memory to read"):
+    with pytest.raises(InvalidType, match="without memory to read"):
         attend(torch._efficientzerotensor(SHAPE))
 
 
@@ -226,3 +226,46 @@ def test_nothing_is_allocated_beside_torch(cuda: Any) -> None:
     used = cupy.get_default_memory_pool().total_bytes()
     cupyflash.attention(spread, q, q, return_lse=True)
     assert cupy.get_default_memory_pool().total_bytes() == used
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+def test_a_gradient_of_a_scalar_is_refused_too(name: str) -> None:
+    options = {name: torch.tensor(0.5, requires_grad=True), "rng_state": (1, 2)}
+    with pytest.raises(UnsupportedProblem, match=f"^`{name}` requires a gradient"):
+        cupyflash.attention(tensor(), tensor(), tensor(), **options)
+    with torch.no_grad():
+        cupyflash.attention(tensor(), tensor(), tensor(), **options)
+
+
+def test_supports_says_no_to_a_gradient() -> None:
+    q = tensor(requires_grad=True)
+    assert not cupyflash.supports(q, tensor(), tensor())
+    with torch.no_grad():
+        assert cupyflash.supports(q, tensor(), tensor())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1.0}], ids=str)
+def test_compiled_code_calls_it_as_it_is(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 70, 2, 8) for _ in range(3))
+
+    def block(q: Any) -> Any:
+        out, lse = cupyflash.attention(2 * q, k, v, return_lse=True, **options)
+        return out + 1, lse
+
+    compiled = torch.compile(block, backend="eager")
+    for _ in range(2):
+        assert all(map(torch.equal, compiled(q), block(q)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recording_that_would_lack_the_computation_is_refused() -> None:
+    with pytest.raises(InvalidType, match=r"torch\.jit\.trace"):
+        torch.jit.trace(attend, (tensor(),))
+
+
+def test_a_tensor_that_lost_its_memory_is_named() -> None:
+    k = tensor()
+    k.untyped_storage().resize_(0)
+    with pytest.raises(InvalidType, match=r"^`k` is a tensor on cpu without memory"):
+        cupyflash.attention(tensor(), k, tensor())

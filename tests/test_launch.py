@@ -11,7 +11,7 @@ import pytest
 from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, install
 
 import cupyflash
-from cupyflash import DeviceUnavailable, InvalidArgument, UnsupportedProblem, _launch
+from cupyflash import DeviceUnavailable, InvalidArgument, InvalidType, UnsupportedProblem, _launch
 
 SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
 
@@ -192,6 +192,8 @@ def test_the_grid_covers_every_tile(fake: FakeGpu, rng: np.random.Generator) -> 
         {"q": (0, 5, 2, 4), "k": (0, 3, 2, 4), "v": (0, 3, 2, 4)},
         {"q": (2, 0, 2, 4), "k": (2, 3, 2, 4), "v": (2, 3, 2, 4)},
         {"q": (2, 5, 0, 4), "k": (2, 3, 0, 4), "v": (2, 3, 0, 4)},
+        {"q": (2**33, 0, 1, 4), "k": (2**33, 0, 1, 4), "v": (2**33, 0, 1, 4)},
+        {"q": (0, 5, 2**33, 4), "k": (0, 2**33, 1, 4), "v": (0, 2**33, 1, 4)},
     ],
     ids=str,
 )
@@ -232,6 +234,29 @@ def test_a_warm_call_replays_its_plan_on_new_pointers(
         np.testing.assert_allclose(lse, sums, rtol=1e-3)
     assert len(fake.launches) == 4
     assert len(fake.compiled) == len(fake.loaded) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (True, True)},
+        {"window_size": (1.0, 1.0)},
+        {"softcap": False},
+        {"dropout_p": False},
+        {"softmax_scale": True},
+        {"causal": 0},
+        {"return_lse": 0},
+    ],
+    ids=str,
+)
+def test_a_wrong_type_never_meets_the_plan_of_an_equal_value(
+    options: dict[str, Any], fake: FakeGpu, rng: np.random.Generator
+) -> None:
+    arrays = draw(rng)
+    attention(*arrays, window_size=(1, 1), softmax_scale=1)
+    with pytest.raises(InvalidType, match=rf"^`{next(iter(options))}`"):
+        attention(*arrays, **{"window_size": (1, 1), "softmax_scale": 1, **options})
+    assert len(fake.launches) == 1
 
 
 def test_scalars_and_sizes_share_one_compile(

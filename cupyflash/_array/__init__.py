@@ -76,7 +76,8 @@ def _find(x: Any, name: str) -> Adapter:
                     f"{module}.{base} whose meaning would be lost: pass a plain {module}.{base}"
                 )
             return found
-    if isinstance(x, Array) or any(map(functools.partial(hasattr, x), ForeignAdapter.protocols)):
+    exports = any(map(functools.partial(hasattr, x), ForeignAdapter.protocols))
+    if isinstance(x, Array) or (exports and not isinstance(x, type)):
         return ForeignAdapter(kind)
     raise InvalidType(
         f"`{name}` must be an array of PyTorch, JAX, CuPy or NumPy, or export "

@@ -7,6 +7,19 @@ from ..errors import InvalidArgument, InvalidType
 from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
 
 
+class Dynamo:
+    """What torch.compile does to a call: it leaves the graph, once `hide` has run."""
+
+    hidden = False
+
+    @classmethod
+    def hide(cls) -> None:
+        """Have Dynamo run this package as it is: it would trace NumPy code and raw pointers."""
+        if add := getattr(sys.modules.get("torch._dynamo.trace_rules"), "add", None):
+            add(__name__.partition(".")[0])
+            cls.hidden = True
+
+
 class TorchAdapter(Adapter):
     """Plain tensors and parameters; subclasses (fake tensors, DTensor, ...) are refused."""
 
@@ -19,6 +32,7 @@ class TorchAdapter(Adapter):
         self._dtypes = {n: getattr(torch, n) for n in ITEMSIZES if hasattr(torch, n)}
         self._names = {dtype: n for n, dtype in self._dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
+        self._tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
         # What PyTorch's own compiled code asks; the public way makes a Stream object each time.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         public = lambda device: torch.cuda.current_stream(device).cuda_stream  # noqa: E731
@@ -35,13 +49,13 @@ class TorchAdapter(Adapter):
         try:
             return x.data_ptr() or self._null(x)
         except RuntimeError as error:  # inside torch.func.vmap and torch.func.grad
-            raise InvalidType(f"a tensor has no memory to read ({error}): pass a plain one") from (
+            raise InvalidType(f"a tensor without memory to read ({error}): pass a plain one") from (
                 error
             )
 
     def _null(self, x: Any) -> int:
         if x.numel():
-            raise InvalidType(f"a tensor on {x.device} has no memory to read: pass a plain one")
+            raise InvalidType(f"a tensor on {x.device} without memory to read: pass a plain one")
         return 0
 
     def array(self, x: Any, name: str) -> Array:
@@ -49,8 +63,12 @@ class TorchAdapter(Adapter):
         if x.dtype not in self._names:
             raise unknown_dtype(str(x.dtype), name)
         shape = tuple(x.shape)
+        try:
+            pointer = self.pointer(x)
+        except InvalidType as error:
+            raise InvalidType(f"`{name}` is {error}") from error
         return Array(
-            pointer=self.pointer(x),
+            pointer=pointer,
             shape=shape,
             strides=normal_strides(shape, x.stride()),
             dtype=self._names[x.dtype],
@@ -86,6 +104,11 @@ class TorchAdapter(Adapter):
     def empty_strided(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int
     ) -> Any:
+        if self._tracing():
+            raise InvalidType(
+                "`q` is traced by torch.jit.trace, which would record neither the computation nor "
+                "its result: trace what surrounds it"
+            )
         where = "cpu" if device == HOST else device
         return self._torch.empty_strided(shape, strides, dtype=self._dtypes[dtype], device=where)
 

@@ -10,10 +10,12 @@ import numpy as np
 
 from .. import _jit
 from .._array import HOST, Array, adapter_of, contiguous_strides, host_dtype
+from .._array.host import host_view
 from .._array.jax_arrays import device_of, element_type, is_tracer, ordinal
 from .._kernels import select
 from .._philox import seed_offset
-from .._problem import DTYPES, METADATA, describe
+from .._problem import DTYPES, METADATA, describe, host_metadata
+from .._scalars import random_state, recorded_state
 from ..errors import InvalidArgument, UnsupportedProblem
 from .run import Call, bound_of, compute, views_of
 
@@ -56,8 +58,7 @@ def attention(
     arrays = {"q": q, "k": k, "v": v}
     for name in DTYPES:
         if name in options:
-            x = options.pop(name)
-            arrays[name] = np.asarray(x) if name in METADATA and isinstance(x, tuple | list) else x
+            arrays[name] = host_metadata(options.pop(name), name)
     device, *others = _devices(arrays)
     records = {name: _record(x, name, device) for name, x in arrays.items()}
     seed = None if rng_state is None else _words(rng_state)
@@ -69,6 +70,9 @@ def attention(
         **options,
     )
     select(problem, kernel)
+    for name in METADATA:  # JAX takes NumPy's arrays, and no other library's
+        if name in arrays and adapter_of(arrays[name], name).framework != "jax":
+            arrays[name] = host_view(records[name])
     if problem.dropout_p:
         arrays["rng_state"] = seed
     ranks = tuple((name, len(x.shape)) for name, x in arrays.items())
@@ -147,9 +151,11 @@ def _program() -> Any:
 
 def _words(rng_state: Any) -> Any:
     """Return a random state as an array of JAX's, or as one that it takes without 64-bit types."""
-    if hasattr(rng_state, "dtype") and not isinstance(rng_state, np.ndarray):
+    listed = isinstance(rng_state, tuple | list)
+    if not listed and adapter_of(rng_state, "rng_state").framework == "jax":
         kind = element_type(rng_state, "rng_state")
         seed_offset(np.zeros(rng_state.shape, kind))  # refuses other types and shapes
         return rng_state
-    low = [part >> shift & 0xFFFFFFFF for part in seed_offset(rng_state) for shift in (0, 32)]
+    pair: Any = random_state(recorded_state(rng_state), True, HOST)
+    low = [part >> shift & 0xFFFFFFFF for part in pair for shift in (0, 32)]
     return np.array(low, np.uint32)

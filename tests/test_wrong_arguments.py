@@ -1,0 +1,141 @@
+"""Wrong arguments of every public function: one sentence that names the argument, never less."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import CupyflashError, InvalidArgument, InvalidType, reference
+
+Q = np.ones((2, 3, 4, 8), np.float32)
+K = np.ones((2, 5, 2, 8), np.float32)
+SIZES = {"len_q": 4, "head_dim": 8}
+STATE = (1, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_lse": "no"},
+        {"return_lse": 1},
+        {"return_lse": None},
+        {"return_lse": np.array([True, False])},
+        {"kernel": np.array(["cpu", "reference"])},
+        {"kernel": ["cpu"]},
+        {"kernel": b"cpu"},
+        {"kernel": Q},
+        {"seqused_k": [[1], [2, 3]]},
+        {"seqused_k": [None, 1]},
+        {"seqused_k": ["a", "b"]},
+        {"seqused_k": []},
+        {"rng_state": (True, False)},
+        {"rng_state": {1: 2, 3: 4}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [cupyflash.attention, cupyflash.explain, cupyflash.supports])
+def test_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(CupyflashError, match=rf"^`{name}"):
+        function(Q, K, K, dropout_p=0.5, **{"rng_state": STATE, **options})
+
+
+def test_no_array_but_its_class() -> None:
+    with pytest.raises(InvalidType, match=r"^`q` must be an array"):
+        cupyflash.attention(np.ndarray, K, K)
+
+
+def test_no_lengths_of_no_batch() -> None:
+    out = cupyflash.attention(Q[:0], K[:0], K[:0], seqused_q=[], seqused_k=())
+    assert out.shape == (0, 3, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("softcap", [1e-46, 5e-324, 1e-310, 1e-38])
+def test_the_smallest_softcap_makes_all_scores_equal(softcap: float, dtype: str) -> None:
+    q, k = Q.astype(dtype), K.astype(dtype)
+    v = np.arange(K.size).reshape(K.shape).astype(dtype)
+    for scores in (0, 1):
+        out = cupyflash.attention(q * scores, k, v, softcap=softcap)
+        np.testing.assert_allclose(out[0, 0, 0].astype(float), v[0, :, 0].mean(axis=0))
+
+
+def test_the_reference_kernel_writes_infinities_without_a_warning() -> None:
+    bias = np.full((1, 1, 1, 1), 1e300)
+    _, lse = cupyflash.attention(Q, K, K, attn_bias=bias, return_lse=True, kernel="reference")
+    assert np.isposinf(lse).all()
+
+
+# explain, supports, warmup
+
+
+@pytest.mark.parametrize("state", [True, (0, 0), [3, 4], np.array([1, 2])], ids=str)
+def test_a_state_of_any_form_may_be_explained(state: Any) -> None:
+    assert cupyflash.supports(**SIZES, arch=None, dtype="float32", dropout_p=0.5, rng_state=state)
+    assert cupyflash.explain(Q, K, K, dropout_p=0.5, rng_state=state).kernel == "cpu"
+
+
+def test_sizes_beyond_any_memory() -> None:
+    with pytest.raises(InvalidArgument, match=r"^`k` of shape .* larger than any memory"):
+        cupyflash.explain(len_q=1, len_k=2**29, heads_q=2**30, head_dim=256)
+
+
+@pytest.mark.parametrize("device", [-1, True, "0", [0], 1.5, None], ids=repr)
+def test_the_device_of_warmup(device: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^`device`"):
+        cupyflash.warmup(device=device, **SIZES)
+
+
+# dropout_mask
+
+
+@pytest.mark.parametrize("p", [None, "0.5", "x", True, np.nan, 2, [0.5, 0.5]], ids=repr)
+def test_the_probability_of_a_mask(p: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^`dropout_p`"):
+        cupyflash.dropout_mask(STATE, p, (1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "shape", [None, 5, "abcd", (1, 2, 2), (1, 1, -2, 2), (1, 1, 2.0, 2), (1, 1, 1, 2, 2)], ids=repr
+)
+def test_the_shape_of_a_mask(shape: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^`shape`"):
+        cupyflash.dropout_mask(STATE, 0.5, shape)
+
+
+@pytest.mark.parametrize("state", [None, {1: 2, 3: 4}, {5, 6}, (True, False), "ab", (1.0, 2)])
+def test_the_state_of_a_mask(state: Any) -> None:
+    with pytest.raises(InvalidType, match=r"^`rng_state`"):
+        cupyflash.dropout_mask(state, 0.5, (1, 1, 2, 2))
+
+
+# The oracle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1.0},
+        {"softmax_scale": "x"},
+        {"softmax_scale": np.nan},
+        {"softcap": -1.0},
+        {"window_size": 5},
+        {"window_size": (1, 2, 3)},
+        {"window_size": ("a", 1)},
+        {"window_size": (-2, 1)},
+    ],
+    ids=str,
+)
+def test_options_of_the_oracle(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(CupyflashError, match=f"^`{name}`"):
+        reference.attention(Q, K, K, **options)
+
+
+def test_gradients_of_a_wrong_shape() -> None:
+    with pytest.raises(InvalidArgument, match=r"^`dout` must have shape \(2, 3, 4, 8\), got"):
+        reference.attention_backward(Q[:1], Q, K, K)
+    with pytest.raises(InvalidArgument, match=r"^`dlse` must have shape \(2, 4, 3\), got"):
+        reference.attention_backward(Q, Q, K, K, dlse=np.zeros((2, 3, 4)))
