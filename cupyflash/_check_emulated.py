@@ -15,6 +15,12 @@ from .errors import InvalidArgument
 
 ARCH = 90  # the compute capability that the emulator stands for
 SEED = 0
+COLUMNS = {  # what is shown of an `Outcome.moved`
+    "tiles_loaded": "tiles loaded",
+    "tiles_skipped": "tiles skipped by the mask",
+    "global_read_bytes": "bytes read",
+    "mma": "matrix products",
+}
 
 
 def chosen(name: str | None) -> list[str]:
@@ -45,35 +51,32 @@ def measure(case: Case, inputs: _check.Inputs, kernel: str) -> dict[str, Any]:
     with _emulator.session(SEED, ARCH) as session:
         fields = _check.judge(inputs, *(host(x) for x in call()))
     stats = session.stats.get(kernel, _emulator.Stats())
-    return fields | {"moved": key_blocks(case, kernel, stats) | dataclasses.asdict(stats)}
+    return fields | {"moved": tiles(case, kernel, stats) | dataclasses.asdict(stats)}
 
 
-def key_blocks(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | None]:
-    """Return how many key blocks were loaded, and how many there are to the tiles of queries.
+def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | None]:
+    """Return how many tiles of keys (each with its values) were loaded, and how many were skipped.
 
-    A tile of queries and a key block are loaded whole, zeros past the ends of the arrays included;
-    what goes by plain loads (elements of an odd alignment) is not counted, and None.
+    A tile is loaded whole, zeros past the ends of the arrays included. What goes by plain loads
+    (elements of an odd alignment) is not counted: then the numbers are None.
     """
     problem = case.request(ARCH).problem
     row = next(row for row in _kernels.KERNELS if row.name == kernel)
     assert row.config is not None
     config, itemsize = row.config(problem), ITEMSIZES[problem.dtype]
-    every = stats.blocks * -(-problem.len_k // config.block_k)
-    if not stats.tiles_loaded_bytes:
-        return {"key_blocks_loaded": None if stats.blocks else 0, "key_blocks": every}
     queries = stats.blocks * config.block_q * config.head_dim * itemsize
+    if stats.tiles_loaded_bytes < queries:
+        return {"tiles_loaded": None, "tiles_skipped": None}
     one = config.block_k * (config.head_dim + config.head_dim_v) * itemsize
-    return {
-        "key_blocks_loaded": (stats.tiles_loaded_bytes - queries) // one,
-        "key_blocks": every,
-    }
+    loaded = (stats.tiles_loaded_bytes - queries) // one
+    every = stats.blocks * -(-problem.len_k // config.block_k)
+    return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}
 
 
 def report(outcomes: list[_check.Outcome]) -> Table:
     """Return the outcomes as a table for a terminal."""
     lines = Table("check", "case", "kernel", title="kernels on the emulator against the oracle")
-    names = ("max error", "of bound", "key blocks", "loaded", "bytes read", "mma", "result")
-    for name in names:
+    for name in ("max error", "of bound", *COLUMNS.values(), "result"):
         lines.add_column(name, justify="left" if name == "result" else "right")
     for o in outcomes:
         moved = o.moved or {}
@@ -82,10 +85,7 @@ def report(outcomes: list[_check.Outcome]) -> Table:
             o.case,
             o.kernel,
             *(_check.number(value) for value in (o.error, o.bound_ratio)),
-            *(
-                count(moved.get(name))
-                for name in ("key_blocks", "key_blocks_loaded", "global_read_bytes", "mma")
-            ),
+            *(count(moved.get(name)) for name in COLUMNS),
             f"[{_check.COLOURS[o.status]}]{o.status}[/]",
         )
     return lines
@@ -99,18 +99,10 @@ def count(value: int | None) -> str:
 def summary(outcomes: list[_check.Outcome]) -> list[str]:
     """Return one sentence per kernel, and another of what it moved."""
     lines = []
-    for line, kernel in zip(
-        _check.summary(outcomes), dict.fromkeys(o.kernel for o in outcomes), strict=True
-    ):
+    for line in _check.summary(outcomes):
+        kernel = line.partition(":")[0]
         moved = [o.moved for o in outcomes if o.kernel == kernel and o.moved]
-        known = [m for m in moved if m["key_blocks_loaded"] is not None]
-        loaded, every, read, mma = (
-            sum(m[name] or 0 for m in known)
-            for name in ("key_blocks_loaded", "key_blocks", "global_read_bytes", "mma")
-        )
-        lines += [
-            line,
-            f"{kernel}: {loaded:,} of {every:,} key blocks loaded, the masks skip the others; "
-            f"{read:,} bytes read from global memory; {mma:,} matrix products",
-        ]
+        sums = {name: sum(counts[name] or 0 for counts in moved) for name in COLUMNS}
+        counted = (f"{count(sums[name])} {words}" for name, words in COLUMNS.items())
+        lines += [line, f"{kernel}: {', '.join(counted)}"]
     return lines

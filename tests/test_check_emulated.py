@@ -1,0 +1,98 @@
+"""`cupyflash check --emulate`: what it counts, and that a faulty kernel fails it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from emulated import needs_compiler
+from mutations import ARITHMETIC, MASKS, SYNCHRONISATION, Mutation
+from test_mutations import planted
+
+from cupyflash import _check, _check_emulated
+from cupyflash._bench.case import Case
+from cupyflash._emulator import build
+from cupyflash.cli import main
+
+SMALL = (
+    ("full", Case("fp16", 1, 150, 130, 2, 1, 64, 64, "full"), ()),
+    ("causal", Case("bf16", 1, 256, 256, 1, 1, 64, 64, "causal"), ("bhsd",)),
+    ("odd head dim", Case("fp16", 1, 40, 40, 1, 1, 33, 33, "full"), ()),
+    ("sink", Case("bf16", 1, 40, 40, 2, 2, 16, 16, "full"), ("sink",)),
+    ("throughput", Case("bf16", 9, 9999, 9999, 99, 99, 64, 64, "full"), ()),
+)
+KERNEL = "attention_fwd_sm80"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the table hold a few small cases."""
+    monkeypatch.setattr(_check, "_TABLE", SMALL)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["check", "--emulate", *arguments])
+
+
+@needs_compiler
+def test_what_the_kernels_moved_is_counted() -> None:
+    done = run("--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["ok"]
+    full, causal, odd, sink = answer["outcomes"]
+    assert [o["status"] for o in answer["outcomes"]] == ["ok", "ok", "ok", "unsupported"]
+    # Blocks of 128 queries and 64 keys: two heads with two tiles of queries and three of keys.
+    assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (12, 0)
+    assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (2 + 4, 2)
+    assert causal["moved"]["global_read_bytes"] == (256 + 2 * (128 + 256)) * 64 * 2
+    assert full["moved"]["mma"] > causal["moved"]["mma"] > 0
+    assert odd["moved"]["tiles_loaded"] is None, "its elements go by plain loads"
+    assert sink["moved"] is None
+    assert all(o["us"] is None for o in answer["outcomes"])
+
+
+@needs_compiler
+def test_the_table_shows_tiles_bytes_and_products() -> None:
+    done = run()
+    assert done.exit_code == 0, done.output
+    for word in ("tiles loaded", "tiles skipped", "bytes read", "matrix products", "causal"):
+        assert word in done.stdout
+    assert f"{KERNEL}: 3 passed, 0 failed, 1 not for this kernel" in done.stdout
+    assert f"{KERNEL}: 18 tiles loaded, 2 tiles skipped by the mask, " in done.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mutation", [SYNCHRONISATION[0], ARITHMETIC[0], MASKS[0]], ids=lambda mutation: mutation.name
+)
+def test_a_faulty_kernel_fails(
+    mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.runtime()
+    monkeypatch.setenv("CUPYFLASH_CUDA_DIR", str(planted(mutation, tmp_path / "cuda")))
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    done = run()
+    assert done.exit_code == 1
+    assert f"failed: {KERNEL}: " in done.stderr
+    if mutation in SYNCHRONISATION:
+        assert "KernelFault: attention_fwd_sm80 (seed 0): tile/" in done.stderr
+
+
+@needs_compiler
+def test_a_kernel_of_the_host_is_a_usage_error() -> None:
+    done = run("--kernel", "cpu")
+    assert done.exit_code == 2
+    assert "must be one of attention_fwd_sm80 with --emulate" in " ".join(done.stderr.split())
+
+
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    build.compiler.cache_clear()
+    done = run()
+    build.compiler.cache_clear()
+    assert done.exit_code == 1
+    assert "the emulator compiles the kernels with g++, which is not on the PATH" in done.stderr
+    assert _check_emulated.ARCH == 90
