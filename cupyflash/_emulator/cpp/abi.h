@@ -6,10 +6,10 @@ extern "C" {
 
 // What a launch did, summed over its blocks.
 struct EmuStats {
-  unsigned long long tiles_loaded_bytes;    // that asynchronous copies put into shared memory, zero fill included
-  unsigned long long global_read_bytes;     // that they read from global memory
-  unsigned long long global_written_bytes;  // that asynchronous stores wrote to global memory; plain stores are unseen
-  unsigned long long mma;                   // warp-wide matrix products
+  unsigned long long tiles_loaded_bytes;  // that asynchronous copies put into shared memory, zero fill included
+  unsigned long long global_read_bytes;   // from allocations; plain accesses are counted where they are watched
+  unsigned long long global_written_bytes;
+  unsigned long long mma;  // warp-wide matrix products
   unsigned long long ldmatrix;
   unsigned long long cp_async;  // instructions of single threads
   unsigned long long barriers;  // block-wide, counted once for the block

@@ -34,7 +34,7 @@ void copy_async(uint32_t shared, const void *global, int bytes, bool present, Lo
   Block &block = *machine.block;
   unsigned char *to = block.shared.at(shared, bytes, bytes, NAME, loc);
   if (present) check_global(global, bytes, NAME, loc);
-  block.shadow.begin_copy(shared - Shared::BASE, bytes, *self.warp, NAME, loc);
+  block.shadow.begin_copy(shared - Shared::BASE, bytes, {self, NAME, loc});
   memset(to, NAN_BYTE, bytes);
   ++machine.stats.cp_async;
   machine.stats.tiles_loaded_bytes += bytes;
@@ -58,7 +58,7 @@ void copy_wait(int pending, Loc loc) {
     wait_for(copies, loc);
   }
   for (auto copy = copies.in_flight.begin(); copy != end; ++copy)
-    machine.block->shadow.end_copy(copy->shared - Shared::BASE, copy->bytes, *self.warp);
+    machine.block->shadow.end_copy(copy->shared - Shared::BASE, copy->bytes, {self, NAME, loc});
   copies.in_flight.erase(copies.in_flight.begin(), end);
 }
 

@@ -17,8 +17,13 @@ Stack Stack::allocate() {
   return {static_cast<unsigned char *>(memory) + GUARD};
 }
 
-// Variables that a kernel does not initialise are NaN then.
 void Stack::refill() { memset(begin + BYTES - REFILLED, 0xff, REFILLED); }
+
+__attribute__((noinline)) void refill_below() {
+  unsigned char dead[8 << 10];
+  memset(dead, 0xff, sizeof dead);
+  asm volatile("" ::"r"(dead) : "memory");  // the stores happen, though nobody reads them
+}
 
 bool Stack::guards(const void *address) const { return address < begin && address >= begin - GUARD; }
 

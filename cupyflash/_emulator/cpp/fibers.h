@@ -21,14 +21,18 @@ struct Context {
 
 struct Stack {
   static constexpr size_t BYTES = 128 << 10, GUARD = 64 << 10;
-  static constexpr size_t REFILLED = 12 << 10;  // bytes at the top that hold NaN when a fiber starts
+  static constexpr size_t REFILLED = 12 << 10;  // bytes at the top
 
   unsigned char *begin = nullptr;
 
   static Stack allocate();
-  void refill();
+  void refill();  // with NaN: what variables hold that a kernel does not initialise
+  bool holds(const void *address) const { return address >= begin && address < begin + BYTES; }
   bool guards(const void *address) const;  // an overflow of this stack
 };
+
+// The same for the functions that the running fiber is about to call.
+void refill_below();
 
 // Makes a context that runs `main`, which never returns, on a stack.
 void prepare(Context &context, const Stack &stack, void (*main)());

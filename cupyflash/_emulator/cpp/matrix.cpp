@@ -14,13 +14,13 @@ template <bool TRANSPOSED>
 void load_x4(Lanes &lanes) {
   constexpr const char *NAME = TRANSPOSED ? "ldmatrix.trans" : "ldmatrix";
   Block &block = *machine.block;
-  const Warp &warp = *machine.thread->warp;
+  const Access access{*machine.thread, NAME, lanes.loc, true};
   ++machine.stats.ldmatrix;
   uint16_t matrix[4][8][8];
   for (uint32_t lane = 0; lane < 32; ++lane) {
     const uint32_t address = lanes.of<MatrixLoad>(lane).row;
     const unsigned char *row = block.shared.at(address, 16, 16, NAME, lanes.loc);
-    block.shadow.read(address - Shared::BASE, warp, NAME, lanes.loc);
+    block.shadow.read(address - Shared::BASE, 16, access);
     memcpy(matrix[lane / 8][lane % 8], row, 16);
   }
   for (uint32_t lane = 0; lane < 32; ++lane) {

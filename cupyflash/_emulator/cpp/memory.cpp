@@ -121,6 +121,13 @@ std::string describe_address(const void *address) {
   return format("%p, which is in no allocation", address);
 }
 
+bool in_global(const void *address, size_t bytes, const char *access) {
+  const Allocation *found = find(address);
+  if (found && !found->memory.holds(address, bytes))
+    fail({}, "%s of %zu bytes at %s", access, bytes, describe_address(address).c_str());
+  return found;
+}
+
 void check_global(const void *address, size_t bytes, const char *instruction, Loc loc) {
   const Allocation *found = find(address);
   if (!found || !found->memory.holds(address, bytes))

@@ -49,6 +49,9 @@ struct Shared {
 // The allocation that an address is in or beside, as a sentence: "o + 51204 of 51200 bytes".
 std::string describe_address(const void *address);
 
+// Whether bytes lie in an allocation; fails when they lie beside one.
+bool in_global(const void *address, size_t bytes, const char *access);
+
 // Fails unless bytes of global memory lie in one allocation.
 void check_global(const void *address, size_t bytes, const char *instruction, Loc loc);
 

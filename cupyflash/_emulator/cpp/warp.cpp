@@ -50,7 +50,11 @@ void vote(Lanes &lanes) {
     if (lanes.operands[lane]) lanes.of<Vote>(lane).any = any;
 }
 
-void sync(Lanes &) {}
+// What a lane did before is known to the others after.
+void sync(Lanes &) {
+  Warp &warp = *machine.thread->warp;
+  ++warp.clock.time[warp.number];
+}
 
 // Everybody has come: what they did so far is known to all.
 void release(Block &block) {
@@ -105,8 +109,12 @@ void block_barrier(Loc loc) {
   if (barrier.arrived == 0) barrier.loc = loc;
   if (!same(barrier.loc, loc))
     fail(loc, "barrier, while other threads are at the barrier of %s", place(barrier.loc).c_str());
-  if (++barrier.arrived < block.alive) return wait_for(barrier, loc);
-  release(block);
+  if (++barrier.arrived < block.alive) {
+    wait_for(barrier, loc);
+  } else {
+    release(block);
+  }
+  refill_below();
 }
 
 void leave_warp() {
