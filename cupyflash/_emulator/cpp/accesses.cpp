@@ -17,8 +17,11 @@ void seen(const void *address, size_t bytes, bool write) {
   const char *access = write ? "a store" : "a load";
   if (shared.holds(address, bytes)) {
     const auto offset = static_cast<uint32_t>(static_cast<const unsigned char *>(address) - shared.begin());
-    write ? block.shadow.write(offset, bytes, {*self, access, {}})
-          : block.shadow.read(offset, bytes, {*self, access, {}});
+    if (write) {
+      block.shadow.write(offset, bytes, {*self, access, {}});
+    } else {
+      block.shadow.read(offset, bytes, {*self, access, {}});
+    }
   } else if (in_global(address, bytes, access)) {
     (write ? machine.stats.global_written_bytes : machine.stats.global_read_bytes) += bytes;
   }

@@ -27,7 +27,7 @@ __attribute__((noinline)) void refill_below() {
 
 bool Stack::guards(const void *address) const { return address < begin && address >= begin - GUARD; }
 
-#if defined(__x86_64__)
+#if !defined(EMU_UCONTEXT)
 
 // The registers that a call preserves go to the stack, and the stack is exchanged.
 asm(R"(

@@ -2,14 +2,16 @@
 #pragma once
 #include <stddef.h>
 
-#if !defined(__x86_64__)
+// EMU_PORTABLE chooses what other machines than x86-64 have.
+#if !defined(__x86_64__) || defined(EMU_PORTABLE)
+#define EMU_UCONTEXT
 #include <ucontext.h>
 #endif
 
 namespace emu {
 
 // A fiber that is not running.
-#if defined(__x86_64__)
+#if !defined(EMU_UCONTEXT)
 struct Context {
   void *stack_pointer = nullptr;
 };

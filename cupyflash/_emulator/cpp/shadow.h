@@ -12,7 +12,7 @@ namespace emu {
 struct Thread;
 struct Warp;
 
-// Vector clocks (Lamport, Mattern): entry w of a warp's clock is the time of warp w up to which it knows everything
+// Vector clocks: entry w of a warp's clock is the time of warp w up to which it knows everything
 // that w did. A warp's own time passes at every barrier of the warp or the block. Times go on from block to block, so
 // that nothing of an earlier block is ever new.
 struct Clock {

@@ -1,5 +1,5 @@
-// A fault of the running thread: a page that it must not touch, a trap of the undefined-behaviour sanitizer, a
-// division by zero. The handler, on a stack of its own, leaves for the launcher and never returns.
+// A fault of the running thread: a page that it must not touch, a trap, a division by zero. The handler, on a stack of
+// its own, leaves for the launcher and never returns.
 #include <signal.h>
 #include <string.h>
 #include <ucontext.h>
@@ -20,7 +20,7 @@ alignas(16) unsigned char stack[256 << 10];
 
 std::string sentence(int signal, const siginfo_t &info, bool write) {
   if (signal == SIGFPE) return "division by zero";
-  if (signal == SIGILL) return "undefined behaviour: a misaligned access, an overflow or an index";
+  if (signal == SIGILL) return "a trap";
   const Thread &self = *machine.thread;
   if (self.stack.guards(info.si_addr)) return "stack overflow";
   return format("%s at %s", write ? "write" : "read", describe_address(info.si_addr).c_str());
