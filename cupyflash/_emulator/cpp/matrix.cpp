@@ -33,12 +33,10 @@ void load_x4(Lanes &lanes) {
   }
 }
 
-// Tensor cores truncate what they accumulate.
+// Tensor cores truncate what they accumulate: bits go that a float has no room for. (Subnormal results are rounded.)
 float truncated(double x) {
-  const float nearest = static_cast<float>(x);
-  if (!(__builtin_fabs(nearest) > __builtin_fabs(x))) return nearest;
-  if (__builtin_fabs(x) >= 0x1p128) return nearest;  // infinity
-  return float_of(bits_of(nearest) - 1);
+  constexpr uint64_t KEPT = ~uint64_t{0} << (52 - 23);
+  return static_cast<float>(__builtin_bit_cast(double, __builtin_bit_cast(uint64_t, x) & KEPT));
 }
 
 template <float (*FROM)(uint16_t)>
