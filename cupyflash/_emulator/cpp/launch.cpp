@@ -62,8 +62,7 @@ void start(Block &block, Index index) {
   for (const auto &warp : block.warps) now = std::max(now, warp->clock.time[warp->number]);
   for (const auto &warp : block.warps) {
     warp->exited = 0;
-    warp->clock.start(now, 0, warp->number);
-    warp->synced = now;
+    warp->clock.start(now, warp->number);
   }
   clear_ready(block.alive);
   for (const auto &thread : block.threads) {

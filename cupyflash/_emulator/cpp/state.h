@@ -59,9 +59,6 @@ struct Thread {
   Object *waits_for = nullptr;
   Loc waits_at;
   bool exited = false;
-  // fence.proxy.async: how many so far, and what the thread knew at the last.
-  uint32_t fences = 0, fence_synced = 0;
-  Clock fence_clock;
 };
 
 // The meeting of a warp's lanes at one instruction.
@@ -78,11 +75,6 @@ struct Warp {
   uint32_t exited = 0;
   Meeting meeting;
   Clock clock;
-  uint32_t synced = 0;  // its time at the last barrier of all lanes
-  int registers = 0;    // of a thread
-
-  // What was done before is known to all lanes, after a barrier of all of them.
-  void sync() { synced = clock.time[number]++; }
 };
 
 // __syncthreads.
