@@ -57,7 +57,7 @@ class Mutation(NamedTuple):
 
 IN_FLIGHT = "into which a copy is in flight"
 NO_BARRIER = "and no barrier stands between"
-TWO_COPIES = "into which another copy is in flight"
+TWO_COPIES = "into which a copy is in flight"
 AT_ANOTHER = "barrier, while other threads are at the barrier of"
 
 # fmt: off
