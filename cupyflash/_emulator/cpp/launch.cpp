@@ -37,6 +37,7 @@ std::vector<Stack> stacks;
 void make_block(Block &block, unsigned threads, size_t shared_bytes) {
   block.shared.memory = Guarded(shared_bytes);
   block.shadow = Shadow(shared_bytes, static_cast<int>(threads / 32));
+  block.proxy = Proxy(shared_bytes);
   while (stacks.size() < threads) stacks.push_back(Stack::allocate());
   for (unsigned w = 0; w < threads / 32; ++w) {
     block.warps.push_back(std::make_unique<Warp>());
@@ -58,11 +59,13 @@ void start(Block &block, Index index) {
   block.index = blockIdx = index;
   block.alive = static_cast<int>(block.threads.size());
   memset(block.shared.memory.begin(), NAN_BYTE, block.shared.memory.bytes());
+  block.proxy.clear();
   uint32_t now = 0;
   for (const auto &warp : block.warps) now = std::max(now, warp->clock.time[warp->number]);
   for (const auto &warp : block.warps) {
     warp->exited = 0;
-    warp->clock.start(now, warp->number);
+    warp->clock.start(now, 0, warp->number);
+    warp->synced = now;
   }
   clear_ready(block.alive);
   for (const auto &thread : block.threads) {

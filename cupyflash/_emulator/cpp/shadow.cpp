@@ -1,5 +1,6 @@
 // The happens-before relation of accesses to shared memory: two of different threads, of which one writes, must have a
-// barrier between them. Lanes of a warp are ordered by barriers of the warp or the block, warps by those of the block.
+// barrier between them. Lanes of a warp are ordered by barriers of the warp or the block, warps by those of the block,
+// copies and those who use them by the barriers that the copies arrive on.
 #include "shadow.h"
 
 #include <algorithm>
@@ -20,36 +21,63 @@ void each_word(uint32_t offset, uint32_t bytes, F f) {
   }
 }
 
-// Whether what `lane` of a warp did at a time came before this access, by barriers.
-bool ordered(const Access &access, int warp, int lane, uint32_t time) {
-  const Thread &self = access.thread;
-  if (warp != self.warp->number) return time <= self.warp->clock.time[warp];
-  return time < self.warp->clock.time[warp] || (!access.whole_warp && lane == self.number % 32);
-}
-
-[[noreturn]] void race(const Access &access, const char *verb, size_t word, const char *other, const char *deed) {
-  fail(access.loc, "%s %s shared memory %+zd, which %s has %s, and no barrier stands between", access.name, verb,
-       static_cast<ssize_t>(word * 4), other, deed);
+[[noreturn]] void race(const Access &access, const char *verb, size_t word, const std::string &deed,
+                       const char *lacking = "no barrier stands between") {
+  fail(access.loc, "%s %s shared memory %+zd, which %s, and %s", access.name, verb, static_cast<ssize_t>(word * 4),
+       deed.c_str(), lacking);
 }
 
 }  // namespace
+
+// Whether what `lane` of a warp did at a time came before this access.
+bool Shadow::ordered(const Access &access, int warp, int lane, uint32_t time) {
+  const Thread &self = access.thread;
+  if (time == IN_FLIGHT) return false;
+  if (warp != self.warp->number) return time <= self.warp->clock.time[warp];
+  return time <= self.warp->synced || (!access.whole_warp && lane == self.number % 32);
+}
+
+// Whether a plain store, which came before, is seen by the asynchronous proxy: its thread has fenced since, or this one
+// has after it knew of the store.
+bool Shadow::fenced(const Access &access, const Word &word) {
+  if (word.writer >= COPY || !word.bytes) return true;
+  const Thread &writer = *machine.block->threads[word.writer], &self = access.thread;
+  if (writer.fences > word.fences) return true;
+  if (writer.warp != self.warp) return word.time <= self.fence_clock.time[writer.warp->number];
+  return word.time <= self.fence_synced;
+}
+
+Shadow::Read &Shadow::read_by(const Warp &warp, size_t word) {
+  return reads_[static_cast<size_t>(warp.number) * words_.size() + word];
+}
 
 void Shadow::check_after_write(size_t number, uint8_t bytes, const Access &access, const char *verb) const {
   const Word &word = words_[number];
   if (word.in_flight)
     fail(access.loc, "%s %s shared memory %+zd, into which a copy is in flight", access.name, verb,
          static_cast<ssize_t>(number * 4));
-  if (word.bytes & bytes && !ordered(access, word.writer / 32, word.writer % 32, word.time))
-    race(access, verb, number, format("thread %d", word.writer).c_str(), "written");
+  if (!(word.bytes & bytes)) return;
+  if (word.writer >= COPY) {
+    if (word.time > access.thread.warp->clock.time[Clock::WARPS + word.writer - COPY])
+      race(access, verb, number, "a copy has written", "its barrier was not waited for");
+    return;
+  }
+  if (!ordered(access, word.writer / 32, word.writer % 32, word.time))
+    race(access, verb, number, format("thread %d has written", word.writer));
+  if (access.proxy && !fenced(access, word))
+    race(access, verb, number, format("thread %d has written", word.writer), "no fence.proxy.async stands between");
 }
 
 void Shadow::check_after_reads(size_t number, uint8_t bytes, const Access &access) const {
   for (int warp = 0; warp < warps_; ++warp) {
     const Read &read = reads_[static_cast<size_t>(warp) * words_.size() + number];
     if (!(read.bytes & bytes) || ordered(access, warp, read.lane, read.time)) continue;
+    if (read.time == IN_FLIGHT)
+      fail(access.loc, "%s overwrites shared memory %+zd, which an instruction of warp %d in flight reads", access.name,
+           static_cast<ssize_t>(number * 4), warp);
     const bool many = read.lane == MANY;
     race(access, "overwrites", number,
-         format(many ? "warp %d" : "thread %d", many ? warp : warp * 32 + read.lane).c_str(), "read");
+         format(many ? "warp %d has read" : "thread %d has read", many ? warp : warp * 32 + read.lane));
   }
 }
 
@@ -58,19 +86,36 @@ void Shadow::set_written(size_t number, uint8_t bytes, const Access &access) {
   Word &word = words_[number];
   const uint32_t now = self.warp->clock.time[self.warp->number];
   const bool more = word.writer == self.number && word.time == now;
-  word = {now, static_cast<uint16_t>(self.number), static_cast<uint8_t>(more ? word.bytes | bytes : bytes), false};
+  word = {now, self.fences, static_cast<uint16_t>(self.number), static_cast<uint8_t>(more ? word.bytes | bytes : bytes),
+          false};
+}
+
+void Shadow::set_read(size_t number, uint8_t bytes, const Access &access, uint32_t time) {
+  const uint8_t lane = access.whole_warp ? MANY : access.thread.number % 32;
+  Read &read = read_by(*access.thread.warp, number);
+  const bool more = read.bytes && read.time == time;
+  read = {time, more && read.lane != lane ? MANY : lane, static_cast<uint8_t>(more ? read.bytes | bytes : bytes)};
 }
 
 void Shadow::read(uint32_t offset, uint32_t bytes, const Access &access) {
   const Warp &warp = *access.thread.warp;
-  const uint32_t now = warp.clock.time[warp.number];
-  const uint8_t lane = access.whole_warp ? MANY : access.thread.number % 32;
   each_word(offset, bytes, [&](size_t number, uint8_t mask) {
     check_after_write(number, mask, access, "reads");
-    Read &read = reads_[static_cast<size_t>(warp.number) * words_.size() + number];
-    const bool more = read.bytes && read.time == now;
-    read = {now, more && read.lane != lane ? MANY : lane, static_cast<uint8_t>(more ? read.bytes | mask : mask)};
+    if (read_by(warp, number).time != IN_FLIGHT) set_read(number, mask, access, warp.clock.time[warp.number]);
   });
+}
+
+void Shadow::begin_read(uint32_t offset, uint32_t bytes, const Access &access) {
+  each_word(offset, bytes, [&](size_t number, uint8_t mask) {
+    check_after_write(number, mask, access, "reads");
+    set_read(number, mask, access, IN_FLIGHT);
+  });
+}
+
+void Shadow::end_read(uint32_t offset, uint32_t bytes, const Access &access) {
+  const Warp &warp = *access.thread.warp;
+  each_word(offset, bytes,
+            [&](size_t number, uint8_t mask) { set_read(number, mask, access, warp.clock.time[warp.number]); });
 }
 
 void Shadow::write(uint32_t offset, uint32_t bytes, const Access &access) {
@@ -91,6 +136,12 @@ void Shadow::begin_copy(uint32_t offset, uint32_t bytes, const Access &access) {
 
 void Shadow::end_copy(uint32_t offset, uint32_t bytes, const Access &access) {
   each_word(offset, bytes, [&](size_t number, uint8_t mask) { set_written(number, mask, access); });
+}
+
+void Shadow::end_copy(uint32_t offset, uint32_t bytes, int barrier, uint32_t phase) {
+  each_word(offset, bytes, [&](size_t number, uint8_t mask) {
+    words_[number] = {phase, 0, static_cast<uint16_t>(COPY + barrier), mask, false};
+  });
 }
 
 }  // namespace emu

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "clock.h"
 #include "runtime.h"
 
 namespace emu {
@@ -12,29 +13,13 @@ namespace emu {
 struct Thread;
 struct Warp;
 
-// Vector clocks: entry w of a warp's clock is the time of warp w up to which it knows everything
-// that w did. A warp's own time passes at every barrier of the warp or the block. Times go on from block to block, so
-// that nothing of an earlier block is ever new.
-struct Clock {
-  static constexpr int WARPS = 32;
-  uint32_t time[WARPS] = {};
-
-  // Of a warp that knows all that happened up to `now`, and whose next deeds are later.
-  void start(uint32_t now, int warp) {
-    for (uint32_t &t : time) t = now;
-    time[warp] = now + 1;
-  }
-  void join(const Clock &other) {
-    for (int w = 0; w < WARPS; ++w) time[w] = time[w] < other.time[w] ? other.time[w] : time[w];
-  }
-};
-
 // An access of a thread, or of all lanes of its warp together.
 struct Access {
   const Thread &thread;
   const char *name;  // "ldmatrix"
   Loc loc;
   bool whole_warp = false;
+  bool proxy = false;  // the asynchronous proxy's: plain stores before it need a fence
 };
 
 // Offsets are in shared memory, sizes in bytes.
@@ -46,31 +31,44 @@ class Shadow {
 
   void read(uint32_t offset, uint32_t bytes, const Access &access);
   void write(uint32_t offset, uint32_t bytes, const Access &access);
-  // A copy of whole words overwrites from its issue until its thread has waited for it.
+  // Whole words are overwritten from the issue of a copy until its thread has waited for it, or until it arrives on a
+  // barrier: those who waited for that phase know of it.
   void begin_copy(uint32_t offset, uint32_t bytes, const Access &access);
   void end_copy(uint32_t offset, uint32_t bytes, const Access &access);
+  void end_copy(uint32_t offset, uint32_t bytes, int barrier, uint32_t phase);
+  // They are read from the issue of an instruction until its warp has waited for it.
+  void begin_read(uint32_t offset, uint32_t bytes, const Access &access);
+  void end_read(uint32_t offset, uint32_t bytes, const Access &access);
 
  private:
+  // Of the last write.
   struct Word {
-    uint32_t time = 0;  // of the last write, by the clock of the writer's warp
-    uint16_t writer = 0;
-    uint8_t bytes = 0;  // that it wrote, a bit each
+    uint32_t time = 0;    // by the clock of the writer's warp, or a barrier's phase
+    uint32_t fences = 0;  // of the writer before
+    uint16_t writer = 0;  // thread, or COPY + barrier
+    uint8_t bytes = 0;    // a bit each
     bool in_flight = false;
   };
   struct Read {
-    uint32_t time = 0;
-    uint8_t lane = 0;  // or MANY
+    uint32_t time = 0;  // or IN_FLIGHT
+    uint8_t lane = 0;   // or MANY
     uint8_t bytes = 0;
   };
   static constexpr uint8_t MANY = 32;
+  static constexpr uint16_t COPY = 1024;
+  static constexpr uint32_t IN_FLIGHT = ~0u;
 
   std::vector<Word> words_;
   std::vector<Read> reads_;  // [warp][word]: the warp's last
   int warps_ = 0;
 
+  Read &read_by(const Warp &warp, size_t word);
+  static bool ordered(const Access &access, int warp, int lane, uint32_t time);
+  static bool fenced(const Access &access, const Word &word);
   void check_after_write(size_t word, uint8_t bytes, const Access &access, const char *verb) const;
   void check_after_reads(size_t word, uint8_t bytes, const Access &access) const;
   void set_written(size_t word, uint8_t bytes, const Access &access);
+  void set_read(size_t word, uint8_t bytes, const Access &access, uint32_t time);
 };
 
 }  // namespace emu

@@ -8,6 +8,7 @@
 #include "emu.h"
 #include "fibers.h"
 #include "memory.h"
+#include "proxy.h"
 #include "report.h"
 #include "runtime.h"
 #include "shadow.h"
@@ -59,6 +60,9 @@ struct Thread {
   Object *waits_for = nullptr;
   Loc waits_at;
   bool exited = false;
+  // fence.proxy.async: how many so far, and what the thread knew at the last.
+  uint32_t fences = 0, fence_synced = 0;
+  Clock fence_clock;
 };
 
 // The meeting of a warp's lanes at one instruction.
@@ -75,6 +79,11 @@ struct Warp {
   uint32_t exited = 0;
   Meeting meeting;
   Clock clock;
+  uint32_t synced = 0;  // its time at the last barrier of all lanes
+  int registers = 0;    // of a thread
+
+  // What was done before is known to all lanes, after a barrier of all of them.
+  void sync() { synced = clock.time[number]++; }
 };
 
 // __syncthreads.
@@ -93,6 +102,7 @@ struct Block {
   Barrier barrier;
   Shared shared;
   Shadow shadow;  // of shared memory
+  Proxy proxy;
   int alive = 0;
 };
 

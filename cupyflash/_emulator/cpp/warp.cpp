@@ -50,11 +50,7 @@ void vote(Lanes &lanes) {
     if (lanes.operands[lane]) lanes.of<Vote>(lane).any = any;
 }
 
-// What a lane did before is known to the others after.
-void sync(Lanes &) {
-  Warp &warp = *machine.thread->warp;
-  ++warp.clock.time[warp.number];
-}
+void sync(Lanes &) { machine.thread->warp->sync(); }
 
 // Everybody has come: what they did so far is known to all.
 void release(Block &block) {
@@ -63,7 +59,7 @@ void release(Block &block) {
   for (const auto &warp : block.warps) barrier.clock.join(warp->clock);
   for (const auto &warp : block.warps) {
     warp->clock.join(barrier.clock);
-    ++warp->clock.time[warp->number];
+    warp->sync();
   }
   barrier.arrived = 0;
   wake(barrier);

@@ -1,0 +1,68 @@
+// The second view of shared memory, and the fence that brings plain stores into it. The values are coarse: a fence of
+// any thread publishes all. Whether it was the right thread's is known to the shadow.
+#include "proxy.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "state.h"
+
+namespace emu {
+
+void Proxy::clear() {
+  std::fill(view_.begin(), view_.end(), NAN_BYTE);
+  std::fill(changed_.begin(), changed_.end(), 0);
+}
+
+void Proxy::stamp(uint32_t offset, uint32_t bytes) {
+  const uint64_t time = time_++;
+  for (uint32_t chunk = offset / CHUNK; chunk * CHUNK < offset + bytes; ++chunk) changed_[chunk] = time;
+}
+
+void Proxy::change(uint32_t offset, const unsigned char *from, uint32_t bytes) {
+  memcpy(view_.data() + offset, from, bytes);
+  stamp(offset, bytes);
+}
+
+void Proxy::set_unknown(uint32_t offset, uint32_t bytes) {
+  memset(view_.data() + offset, NAN_BYTE, bytes);
+  stamp(offset, bytes);
+}
+
+void Proxy::publish(const unsigned char *plain) {
+  constexpr size_t STEP = 1024;
+  for (size_t begin = 0; begin < view_.size(); begin += STEP) {
+    const size_t end = std::min(begin + STEP, view_.size());
+    if (!memcmp(plain + begin, view_.data() + begin, end - begin)) continue;
+    for (size_t at = begin; at < end; at += CHUNK) {
+      const auto bytes = static_cast<uint32_t>(std::min<size_t>(CHUNK, end - at));
+      if (memcmp(plain + at, view_.data() + at, bytes)) change(static_cast<uint32_t>(at), plain + at, bytes);
+    }
+  }
+}
+
+const unsigned char *begin_proxy_read(uint32_t address, uint32_t bytes, uint32_t alignment, const Access &access) {
+  Block &block = *machine.block;
+  block.shared.at(address, bytes, alignment, access.name, access.loc);
+  const uint32_t offset = address - Shared::BASE;
+  block.shadow.begin_read(offset, bytes, access);
+  for (uint32_t at = offset / Proxy::CHUNK * Proxy::CHUNK; at < offset + bytes; at += Proxy::CHUNK)
+    if (!block.proxy.changed(at))
+      fail(access.loc, "%s reads shared memory %+ld, where neither a copy nor a store before a fence.proxy.async wrote",
+           access.name, static_cast<long>(at));
+  return block.proxy.bytes(offset);
+}
+
+void end_proxy_read(uint32_t address, uint32_t bytes, const Access &access) {
+  machine.block->shadow.end_read(address - Shared::BASE, bytes, access);
+}
+
+void fence_proxy() {
+  Thread &self = *machine.thread;
+  machine.block->proxy.publish(machine.block->shared.memory.begin());
+  ++self.fences;
+  self.fence_synced = self.warp->synced;
+  self.fence_clock = self.warp->clock;
+}
+
+}  // namespace emu
