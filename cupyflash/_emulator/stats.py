@@ -32,6 +32,10 @@ class Stats:
         Shuffles and votes of a warp.
     blocks : int
         Blocks that ran.
+    tma, bulk : int
+        Tensor copies, and copies of contiguous bytes, to and from shared memory.
+    wgmma : int
+        Matrix products of a warpgroup.
     launches : int
         Launches that these are the sums of.
     """
@@ -46,6 +50,9 @@ class Stats:
     switches: int = 0
     shuffles: int = 0
     blocks: int = 0
+    tma: int = 0
+    bulk: int = 0
+    wgmma: int = 0
     launches: int = 0
 
     @classmethod

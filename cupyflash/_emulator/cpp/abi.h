@@ -16,6 +16,9 @@ struct EmuStats {
   unsigned long long switches;  // from one thread to another
   unsigned long long shuffles;  // and votes, of a warp
   unsigned long long blocks;
+  unsigned long long tma;    // tensor copies, either way
+  unsigned long long bulk;   // copies of contiguous bytes, either way
+  unsigned long long wgmma;  // matrix products of a warpgroup
 };
 
 // Memory for a kernel: its end (to 16 bytes) is flush against a page that faults, and so is a page before it. Filled

@@ -64,13 +64,20 @@ struct MatrixLoad {
 };
 extern const Instruction LDMATRIX_X4, LDMATRIX_X4_TRANS;
 
-// D += A B of m16n8k16.
+// The way back.
+struct MatrixStore {
+  uint32_t row;
+  const uint32_t *d;
+};
+extern const Instruction STMATRIX_X4, STMATRIX_X4_TRANS;
+
+// D += A B of m16n8k16, or of m16n8k32 with 8-bit elements.
 struct Product {
   float *d;
   const uint32_t *a;
   uint32_t b[2];
 };
-extern const Instruction MMA_BF16, MMA_F16;
+extern const Instruction MMA_BF16, MMA_F16, MMA_E4M3, MMA_E5M2;
 
 // x with subnormals made zero, as instructions marked ftz do.
 inline float flushed(float x) {
