@@ -40,6 +40,7 @@ __all__ = [
     "digest",
     "import_cupy",
     "load",
+    "multiprocessors",
     "nvrtc_version",
     "sources",
     "supported_archs",
@@ -202,6 +203,12 @@ def compute_capability(device: int) -> int:
         raise DeviceUnavailable(
             f"CUDA device {device} cannot be used ({error}): see what `nvidia-smi` lists"
         ) from error
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a CUDA device has."""
+    return int(import_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def load(cubin: Cubin, device: int, shared_bytes: int) -> Any:

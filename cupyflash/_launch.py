@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _jit
 from ._problem import Operands, Problem
+from ._tensor_map import BYTES, TensorMap, encode, moving
 from .errors import DeviceUnavailable
 
 __all__ = [
@@ -36,6 +37,9 @@ __all__ = [
 POINTERS = struct.Struct("<5Q")
 FORWARD = struct.Struct("<12q8if")
 BAND = struct.Struct("<3i")
+# Params of cuda/kernels/attention_fwd_sm90.cu start with tensor maps of q, k, v and out.
+MAPS_BYTES = 4 * BYTES
+OUTPUTS = struct.Struct("<2Q")  # the pointers to out and lse
 FORWARD_BYTES = POINTERS.size + FORWARD.size + BAND.size
 LOG2_E = math.log2(math.e)
 
@@ -51,6 +55,20 @@ class Launch:
     block: tuple[int, int, int]
     shared_bytes: int
     params: bytes
+    maps: tuple[tuple[int, TensorMap], ...] = ()  # by offset in params, which leaves room for them
+    persistent: bool = False  # a block computes tile after tile: one a multiprocessor is enough
+
+    def blocks(self, multiprocessors: int) -> tuple[int, int, int]:
+        """Return the grid on a device of so many multiprocessors."""
+        x, y, z = self.grid
+        return (min(x, multiprocessors), y, z) if self.persistent else self.grid
+
+    def complete(self, encode: Callable[[TensorMap], bytes]) -> bytes:
+        """Return params with the tensor maps in their places, encoded for what runs the launch."""
+        params = bytearray(self.params)
+        for offset, tensor in self.maps:
+            params[offset : offset + BYTES] = encode(tensor)
+        return bytes(params)
 
 
 class Emulator(Protocol):
@@ -82,9 +100,10 @@ class Loaded:
 
     __slots__ = ("_block", "_function", "_grid", "_shared_bytes")
 
-    def __init__(self, launch: Launch, function: Any) -> None:
+    def __init__(self, launch: Launch, function: Any, device: int) -> None:
         self._function = function
-        self._grid = launch.grid
+        persistent = launch.persistent
+        self._grid = launch.blocks(_jit.multiprocessors(device)) if persistent else launch.grid
         self._block = launch.block
         self._shared_bytes = launch.shared_bytes
 
@@ -121,13 +140,13 @@ def load(launch: Launch, device: int, *, capturing: bool = False) -> Loaded:
         cubin = _jit.compile(launch.unit, launch.symbol, launch.arch)
         function = _jit.load(cubin, device, launch.shared_bytes)
         _functions[key] = function
-    return Loaded(launch, function)
+    return Loaded(launch, function, device)
 
 
 def execute(launch: Launch, device: int, stream: int) -> None:
     """Run a launch as it is on a raw stream; the device must be current."""
     if launch.grid[0]:
-        load(launch, device)(launch.params, stream)
+        load(launch, device)(launch.complete(encode), stream)
 
 
 class Bound:
@@ -135,9 +154,9 @@ class Bound:
 
     __slots__ = ("_loaded", "_rest")
 
-    def __init__(self, loaded: Loaded | None, params: bytes) -> None:
+    def __init__(self, loaded: Loaded | None, launch: Launch) -> None:
         self._loaded = loaded  # None: there is no block to launch
-        self._rest = params[POINTERS.size :]
+        self._rest = launch.params[POINTERS.size :]
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch on these pointers (``lse`` may be 0) and a raw stream of the current device."""
@@ -145,11 +164,29 @@ class Bound:
             self._loaded(POINTERS.pack(q, k, v, out, lse) + self._rest, stream)
 
 
+class BoundMaps(Bound):
+    """The same for a kernel that takes tensor maps of q, k, v and out, which move with them."""
+
+    __slots__ = ("_k", "_out", "_q", "_v")
+
+    def __init__(self, loaded: Loaded, launch: Launch) -> None:
+        self._loaded = loaded
+        self._q, self._k, self._v, self._out = (moving(tensor) for _, tensor in launch.maps)
+        self._rest = launch.params[MAPS_BYTES + OUTPUTS.size :]
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        """Launch on these pointers (``lse`` may be 0) and a raw stream of the current device."""
+        maps = self._q(q), self._k(k), self._v(v), self._out(out)
+        assert self._loaded is not None
+        self._loaded(b"".join((*maps, OUTPUTS.pack(out, lse), self._rest)), stream)
+
+
 def bind(launch: Launch, device: int, *, capturing: bool = False) -> Bound:
     """Return a forward launch, loaded as by `load`, that takes other pointers on each call."""
-    empty = launch.grid[0] == 0
-    loaded = None if empty else load(launch, device, capturing=capturing)
-    return Bound(loaded, launch.params)
+    if launch.grid[0] == 0:
+        return Bound(None, launch)
+    loaded = load(launch, device, capturing=capturing)
+    return BoundMaps(loaded, launch) if launch.maps else Bound(loaded, launch)
 
 
 def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> bytes:

@@ -12,6 +12,7 @@ from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, install
 
 import cupyflash
 from cupyflash import DeviceUnavailable, InvalidArgument, InvalidType, UnsupportedProblem, _launch
+from cupyflash._tensor_map import TensorMap
 
 SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
 
@@ -368,6 +369,70 @@ def test_outputs_come_from_the_callers_allocator(
         attention(*arrays, return_lse=True, out=np.zeros((2, 21, 6, 16), np.float16))
     out, lse = ((2, 21, 6, 16), "float16"), ((2, 6, 21), "float32")
     assert fake.adapter.allocated == [out, out, lse, lse] * 2
+
+
+# Tensor maps, persistent kernels
+
+TENSORS = [
+    TensorMap(0, "float16", (64, length, 4, 2), (512, 128, 128), (64, 64, 1, 1), 128)
+    for length in (21, 33, 34, 22)
+]
+TAIL = bytes(range(1, 40))
+
+
+def encoded(tensor: TensorMap) -> bytes:
+    return repr((tensor.pointer, tensor.shape[1])).encode().ljust(128)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> tuple[_launch.Launch, list[Any]]:
+    """A launch with maps, and (grid, params, stream) of what a device would be given."""
+    given: list[Any] = []
+
+    def function(grid: Any, block: Any, args: Any, shared_mem: int, stream: Any) -> None:
+        given.append((grid, args[0].tobytes(), stream.ptr))
+
+    monkeypatch.setattr(_launch, "_functions", {("", "sm_90a", 0, 0): function})
+    monkeypatch.setattr(_launch, "encode", encoded)
+    monkeypatch.setattr("cupyflash._tensor_map.encode", encoded)
+    maps = tuple((128 * n, tensor) for n, tensor in enumerate(TENSORS))
+    params = bytes(4 * 128 + 16) + TAIL
+    return _launch.Launch("", "f", "sm_90a", (9, 1, 1), (64, 1, 1), 0, params, maps), given
+
+
+def test_a_warm_call_moves_the_tensor_maps(mapped: tuple[_launch.Launch, list[Any]]) -> None:
+    launch, given = mapped
+    bound = _launch.bind(launch, 0)
+    for q, k, v, out, lse in ((16, 32, 48, 64, 80), (16, 32, 48, 96, 0), (16, 16, 16, 64, 80)):
+        bound(q, k, v, out, lse, 7)
+        moved = zip(TENSORS, (q, k, v, out), strict=True)
+        expected = b"".join(encoded(x._replace(pointer=p)) for x, p in moved)
+        outputs = np.array([out, lse], np.uint64).tobytes()
+        assert given.pop() == ((9, 1, 1), expected + outputs + TAIL, 7)
+
+
+def test_the_maps_of_a_launch_are_encoded_where_it_runs(
+    mapped: tuple[_launch.Launch, list[Any]],
+) -> None:
+    launch, given = mapped
+    ((_, tensor), *_) = launch.maps
+    moved = dataclasses.replace(launch, maps=((128, tensor._replace(pointer=4096)),))
+    assert launch.params == moved.params
+    assert len({launch, moved, dataclasses.replace(moved)}) == 2
+    _launch.execute(moved, 0, 7)
+    ((_, params, _),) = given
+    assert params == bytes(128) + b"(4096, 21)".ljust(128) + launch.params[256:]
+
+
+def test_a_persistent_kernel_has_one_block_a_multiprocessor_at_most(
+    mapped: tuple[_launch.Launch, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, given = mapped
+    monkeypatch.setattr(_launch._jit, "multiprocessors", lambda device: 132 + device)
+    for persistent, tiles, blocks in ((True, 500, 132), (True, 9, 9), (False, 500, 500)):
+        changed = dataclasses.replace(launch, grid=(tiles, 1, 1), persistent=persistent)
+        _launch.bind(changed, 0)(16, 16, 16, 16, 0, 7)
+        assert given.pop()[0] == (blocks, 1, 1)
 
 
 # Devices, captures, threads
