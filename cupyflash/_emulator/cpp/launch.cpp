@@ -60,11 +60,12 @@ void start(Block &block, Index index) {
   block.alive = static_cast<int>(block.threads.size());
   memset(block.shared.memory.begin(), NAN_BYTE, block.shared.memory.bytes());
   block.proxy.clear();
+  block.mbarriers.clear();
   uint32_t now = 0;
   for (const auto &warp : block.warps) now = std::max(now, warp->clock.time[warp->number]);
   for (const auto &warp : block.warps) {
     warp->exited = 0;
-    warp->clock.start(now, 0, warp->number);
+    warp->clock.start(now, block.mbarriers.ended, warp->number);
     warp->synced = now;
   }
   clear_ready(block.alive);

@@ -57,6 +57,13 @@ void copy_async(uint32_t shared, const void *global, int bytes, bool present, Lo
 void copy_commit();
 void copy_wait(int pending, Loc loc);
 
+// Barriers in shared memory, by their address.
+void mbarrier_init(uint32_t address, uint32_t arrivals, Loc loc);
+void mbarrier_fence_init();
+void mbarrier_arrive(uint32_t address, Loc loc);
+void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, Loc loc);
+void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc);
+
 // Four 8 x 8 matrices of 16-bit elements: this lane's row, and what it receives.
 struct MatrixLoad {
   uint32_t *d;

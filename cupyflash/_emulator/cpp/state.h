@@ -7,7 +7,9 @@
 #include "abi.h"
 #include "emu.h"
 #include "fibers.h"
+#include "mbarrier.h"
 #include "memory.h"
+#include "object.h"
 #include "proxy.h"
 #include "report.h"
 #include "runtime.h"
@@ -17,17 +19,6 @@ namespace emu {
 
 struct Thread;
 struct Warp;
-
-// What threads may wait for.
-struct Object {
-  std::vector<Thread *> waiters;
-  virtual std::string state() const = 0;  // for the report of a deadlock
-};
-
-// Something that happens by itself, some time after it was issued.
-struct Operation {
-  virtual void run() = 0;
-};
 
 // A cp.async of a thread that it has not waited for.
 struct Copy {
@@ -103,6 +94,7 @@ struct Block {
   Shared shared;
   Shadow shadow;  // of shared memory
   Proxy proxy;
+  MBarriers mbarriers;
   int alive = 0;
 };
 
