@@ -14,7 +14,7 @@ CUDA = ROOT / "cuda"
 FLOORS = (
     {"errors", "masks", "_philox", "reference", "_packed", "_accuracy"},  # leaves, for anyone
     # compiling (_jit over _nvrtc and _cache), arrays, the driver; they know nothing of attention
-    {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map"},
+    {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
     {"_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_cpu", "_online"},
     {"_kernels", "_emulator"},
     {"_jax"},
