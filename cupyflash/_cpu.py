@@ -4,6 +4,7 @@ BLAS is held to one thread meanwhile. An item is a range of queries of one head,
 and batch entries where these are short; `_online` computes it.
 """
 
+import contextlib
 import itertools
 import math
 from collections import deque
@@ -128,10 +129,16 @@ def _run(call: Call, lengths: list[tuple[int, int]], threads: int) -> None:
 
     if threads == 1:
         return work()
-    with ThreadPoolExecutor(threads, "cupyflash") as pool:
+    with ThreadPoolExecutor(threads - 1, "cupyflash") as pool:
+        helpers = []
+        # No thread can be had while the interpreter ends, or beyond a limit: fewer do the work.
+        with contextlib.suppress(RuntimeError):
+            for _ in range(threads - 1):
+                helpers.append(pool.submit(work))
         try:
-            for future in [pool.submit(work) for _ in range(threads)]:
-                future.result()
+            work()
+            for helper in helpers:
+                helper.result()
         finally:
             items.clear()  # the first error, or an interrupt, stops the other threads too
 

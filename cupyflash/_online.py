@@ -139,6 +139,8 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
                     scratch,
                 )
 
+    if call.sink is not None:
+        _add_sink(call.sink[heads].astype(call.dtype), state)
     o = state.o * call.dtype.type(_philox.rescale(call.dropout_p))
     call.out[rows] = o.astype(call.out.dtype)
     if call.lse is not None:
@@ -146,16 +148,29 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
 
 
 def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:
-    """Return the state before the first key: that of the sink alone, where there is one."""
+    """Return the state before the first key."""
     q = call.q[rows].astype(call.dtype)
     if call.scales_q:
         q *= call.dtype.type(call.scale)
     o = np.zeros((*q.shape[:-1], call.v.shape[-1]), call.dtype)
     row_max = np.full((*q.shape[:-1], 1), -math.inf, call.dtype)
-    if call.sink is not None:
-        row_max[...] = call.sink[item.heads]
-    row_sum = (row_max != -math.inf).astype(call.dtype)  # exp(sink - m)
-    return State(q, o, row_max, row_sum)
+    return State(q, o, row_max, np.zeros_like(row_max))
+
+
+def _add_sink(sink: np.ndarray, state: State) -> None:
+    """Let the sink join the sums of all rows, as one more key whose value is 0.
+
+    A row that saw no key takes the sink as its LSE and keeps its 0, whatever the sink is.
+    """
+    _, o, row_max, row_sum = state
+    sees = row_max != -math.inf
+    new_max = np.maximum(row_max, sink)
+    shift = np.where(new_max == -math.inf, 0, new_max)
+    old_sum = row_sum * np.exp(row_max - shift)
+    total = old_sum + np.exp(sink - shift)
+    np.multiply(o, old_sum / total, out=o, where=sees)
+    row_max[...] = new_max
+    row_sum[...] = np.where(sees, total, sink != -math.inf)
 
 
 def _update(

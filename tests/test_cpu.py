@@ -1,6 +1,8 @@
 """The CPU path by itself: every modifier against the oracle, its tiles, threads and memory."""
 
 import math
+import subprocess
+import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +152,22 @@ MODIFIERS: dict[str, Any] = {
 @pytest.mark.parametrize("modifier", MODIFIERS)
 def test_modifier(modifier: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     check(*inputs(rng, dtype=dtype), **MODIFIERS[modifier](rng))
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf, 1e30, -1e30], ids=str)
+@pytest.mark.parametrize("hidden", ["by the mask", "by lengths"])
+def test_a_sink_of_any_value_leaves_rows_without_keys_alone(
+    sink: float, hidden: str, rng: np.random.Generator
+) -> None:
+    operands = inputs(rng)
+    mask = np.ones((37, 53), bool)
+    mask[3:9] = mask[20] = False
+    options = {"attn_mask": mask} if hidden == "by the mask" else {"seqused_k": np.int32([0, 53])}
+    out, lse = check(*operands, learnable_sink=np.full(4, sink, np.float32), **options)
+    blind = (slice(None), slice(3, 9)) if hidden == "by the mask" else (0,)
+    assert (out[blind] == 0).all()
+    np.testing.assert_array_equal(np.moveaxis(lse, 1, 2)[blind], np.float32(sink))
 
 
 @pytest.mark.usefixtures("tiles", "threads")
@@ -559,6 +577,34 @@ def test_a_forked_child_leaves_for_its_parent(library: Library) -> None:
     with limiter:
         assert library.threads == 1
     assert library.threads == 8
+
+
+def test_a_big_call_at_exit_needs_no_new_threads() -> None:
+    code = (
+        "import atexit, contextlib, numpy as np, cupyflash\n"
+        "from cupyflash import _cpu\n"
+        "_cpu.PRODUCTS_PER_THREAD = 1\n"
+        "_cpu.one_blas_thread = contextlib.nullcontext(4)\n"
+        "x = np.ones((1, 300, 4, 16), np.float32)\n"
+        "atexit.register(lambda: print(cupyflash.attention(x, x, x).shape))\n"
+    )
+    child = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(child, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("(1, 300, 4, 16)\n", "")
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_limit_on_threads_slows_a_call_and_does_not_fail_it(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    operands = inputs(rng)
+    expected, _ = attend(*operands)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    out, _ = attend(*operands)
+    assert out.tobytes() == expected.tobytes()
 
 
 def test_many_threads_enter_and_leave(library: Library) -> None:
