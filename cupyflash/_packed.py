@@ -16,6 +16,9 @@ import numpy as np
 from . import _philox
 from .errors import InvalidArgument, InvalidType
 
+# The kinds of elements that arguments may have, as NumPy's letters, and what errors call them.
+REAL = "fiu"
+KINDS = {"f": "floating-point numbers", REAL: "real numbers", "iu": "integers", "b": "bool"}
 ROWS = 256  # query rows of a block: no more of the score matrix ever exists
 
 
@@ -78,9 +81,9 @@ class Packed:
         if unknown := options.keys() - Options.__dataclass_fields__:
             raise InvalidType(f"`{min(unknown)}` is no option of the oracle: see reference.Options")
         self.options = o = Options(**options)
-        self.dense, self.swapped = o.cu_seqlens_q is None, o.layout == "bhsd"
-        q, k, v = (np.asarray(x) for x in (q, k, v))
         _check_options(o)
+        self.dense, self.swapped = o.cu_seqlens_q is None, o.layout == "bhsd"
+        q, k, v = (operand(name, x, "f") for name, x in (("q", q), ("k", k), ("v", v)))
         _check_shapes(q, k, v, self.dense, heads_axis=1 if self.swapped or not self.dense else 2)
         self.dtype, self.shape_q, self.shape_k = q.dtype, q.shape, k.shape
         self.q, self.k, self.v = (self.pack(x) for x in (q, k, v))
@@ -100,10 +103,7 @@ class Packed:
         self.sink = self._per_head("learnable_sink", -np.inf, (self.heads,))
         self.bias = self._per_score("attn_bias", 0.0)
         self.mask = self._per_score("attn_mask", True)
-        self.descale = [
-            np.broadcast_to(1.0 if x is None else x, (self.batch, self.heads_k))
-            for x in (o.q_descale, o.k_descale, o.v_descale)
-        ]
+        self.descale = [self._descale(name) for name in ("q_descale", "k_descale", "v_descale")]
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that cover every query of every sequence and head once."""
@@ -167,14 +167,16 @@ class Packed:
         total = len(x)
         if self.dense:
             length = self._length(x.shape)
-            cu_seqlens, total = np.arange(len(x) + 1) * length, len(x) * length
+            cu_seqlens, total = [b * length for b in range(len(x) + 1)], len(x) * length
+        else:
+            cu_seqlens = _integers(name.replace("seqused", "cu_seqlens"), cu_seqlens)
         spans = []
-        for first, end in itertools.pairwise(np.asarray(cu_seqlens).tolist()):
+        for first, end in itertools.pairwise(cu_seqlens):
             first = min(max(first, 0), total)
             spans.append(Span(first, min(max(end - first, 0), total - first)))
         if used is None:
             return spans
-        limits = np.asarray(used).tolist()
+        limits = _integers(name, used)
         if len(limits) != len(spans):
             raise InvalidArgument(f"`{name}` must have {len(spans)} entries, got {len(limits)}")
         return [Span(a, min(n, max(limit, 0))) for (a, n), limit in zip(spans, limits, strict=True)]
@@ -182,16 +184,27 @@ class Packed:
     def _per_head(self, name: str, neutral: float, *shapes: tuple[int, ...]) -> np.ndarray:
         """Return slopes or sinks, in the last of the shapes that they may have."""
         given = getattr(self.options, name)
-        value = np.full(shapes[-1], neutral) if given is None else np.asarray(given)
+        value = np.full(shapes[-1], neutral) if given is None else operand(name, given)
         if value.shape not in shapes:
             expected = " or ".join(str(shape) for shape in shapes)
             raise InvalidArgument(f"`{name}` must have shape {expected}, got {value.shape}")
         return np.broadcast_to(value, shapes[-1])
 
+    def _descale(self, name: str) -> np.ndarray:
+        """Return the factors of fp8 inputs as (B, Hk)."""
+        given = getattr(self.options, name)
+        value = operand(name, 1.0 if given is None else given)
+        try:
+            return np.broadcast_to(value, (self.batch, self.heads_k))
+        except ValueError:
+            raise InvalidArgument(
+                f"`{name}` must broadcast to {(self.batch, self.heads_k)}, got {value.shape}"
+            ) from None
+
     def _per_score(self, name: str, neutral: Any) -> np.ndarray:
         """Return a bias or mask with four axes; those of packed arrays may exceed the lengths."""
         given = getattr(self.options, name)
-        x = np.asarray(neutral if given is None else given)
+        x = operand(name, neutral if given is None else given, "b" if name == "attn_mask" else REAL)
         x = x.reshape((1,) * (4 - x.ndim) + x.shape)
         sizes = [self.batch, self.heads, self._length(self.shape_q), self._length(self.shape_k)]
         if not self.dense:
@@ -200,26 +213,52 @@ class Packed:
                 sizes[axis] = max(longest, x.shape[axis])
         if x.ndim != 4 or any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
             raise InvalidArgument(
-                f"`{name}` must broadcast to {tuple(sizes)}, got {np.asarray(given).shape}"
+                f"`{name}` must broadcast to {tuple(sizes)}, got {np.shape(given)}"
             )
         return x
+
+
+def operand(name: str, x: Any, kinds: str = REAL) -> np.ndarray:
+    """Return an argument as an array, whose elements are of one of NumPy's kinds."""
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError):  # ragged
+        array = np.empty(0, object)
+    kind = "f" if "float" in array.dtype.name else array.dtype.kind  # ml_dtypes' floats are V
+    if kind not in kinds:
+        got = f"{x!r:.60}" if array.dtype.hasobject else array.dtype
+        raise InvalidType(f"`{name}` must be an array of {KINDS[kinds]}, got {got}: convert it")
+    return array
+
+
+def _integers(name: str, x: Any) -> list[int]:
+    """Return metadata, one row of integers."""
+    nothing = isinstance(x, tuple | list) and not x  # to NumPy an array of floats
+    array = operand(name, np.zeros(0, int) if nothing else x, "iu")
+    if array.ndim != 1:
+        raise InvalidArgument(f"`{name}` must have one dimension, got shape {array.shape}")
+    return array.tolist()
 
 
 def _check_options(o: Options) -> None:
     if (o.cu_seqlens_q is None) != (o.cu_seqlens_k is None):
         raise InvalidArgument("`cu_seqlens_q` and `cu_seqlens_k` must be given together")
-    if o.layout not in ("bshd", "bhsd"):
+    if not isinstance(o.layout, str) or o.layout not in ("bshd", "bhsd"):
         raise InvalidArgument(f'`layout` must be "bshd" or "bhsd", got {o.layout!r}')
-    if o.alignment not in ("bottom_right", "top_left"):
+    if not isinstance(o.alignment, str) or o.alignment not in ("bottom_right", "top_left"):
         raise InvalidArgument(
             f'`alignment` must be "bottom_right" or "top_left", got {o.alignment!r}'
         )
+    if not isinstance(o.causal, bool | np.bool_):
+        raise InvalidType(f"`causal` must be a bool, got {o.causal!r:.60}")
     window = o.window_size if isinstance(o.window_size, tuple | list) else ()
     sides = [side for side in window if side is not None]
-    if len(window) != 2 or any(not isinstance(n, Integral) or n < -1 for n in sides):
+    integers = all(isinstance(n, Integral) and not isinstance(n, bool) for n in sides)
+    right = len(window) == 2 and integers and min(sides, default=0) >= -1
+    if not right and o.window_size is not None:
         raise InvalidArgument(
             "`window_size` must be a pair of sizes, or -1 or None for no bound, "
-            f"got {o.window_size!r}"
+            f"got {o.window_size!r:.60}"
         )
     for name in ("softmax_scale", "softcap"):
         value = 0 if getattr(o, name) is None else getattr(o, name)
@@ -227,12 +266,10 @@ def _check_options(o: Options) -> None:
             right = not isinstance(value, str | bytes) and math.isfinite(value)
         except TypeError:
             right = False
-        if not right or (name == "softcap" and value < 0):
+        if not right or isinstance(value, bool):
             raise InvalidArgument(f"`{name}` must be a finite number, got {value!r:.60}")
-    if o.attn_mask is not None and np.asarray(o.attn_mask).dtype != bool:
-        raise InvalidType(
-            f"`attn_mask` must be bool, got {np.asarray(o.attn_mask).dtype}: use `attn_bias`"
-        )
+        if name == "softcap" and value < 0:
+            raise InvalidArgument(f"`softcap` must not be negative, got {value!r:.60}")
 
 
 def _check_shapes(

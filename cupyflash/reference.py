@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ._packed import Block, Options, Packed
-from .errors import InvalidArgument
+from ._packed import Block, Options, Packed, operand
+from .errors import InvalidArgument, InvalidType
 
 __all__ = [
     "Gradients",
@@ -139,7 +139,11 @@ def rms_backward(
 
 def output_dtype(dtype: Any) -> np.dtype:
     """Return the dtype of out: that of the inputs, bfloat16 for fp8."""
-    return np.dtype(ml_dtypes.bfloat16 if np.dtype(dtype).itemsize == 1 else dtype)
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:
+        raise InvalidType(f"`dtype` must be a dtype of NumPy's, got {dtype!r:.60}") from None
+    return np.dtype(ml_dtypes.bfloat16) if dtype.itemsize == 1 else dtype
 
 
 class Arithmetic(NamedTuple):
@@ -184,10 +188,10 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
     dbias, dsink = np.zeros(packed.bias.shape, a.compute), np.zeros(packed.heads, a.compute)
     scale, rescale = packed.scale**power, packed.rescale**power
     shape = (*packed.q.shape[:2], packed.v.shape[2])
-    _check_shape("dout", dout, packed.unpack(np.empty(shape), packed.shape_q))
+    dout = _like("dout", dout, packed.unpack(np.empty(shape), packed.shape_q))
     if dlse is not None:
-        _check_shape("dlse", dlse, packed.unpack_lse(np.empty(packed.q.shape[1::-1])))
-    dout, dlse = packed.pack(np.asarray(dout)), packed.pack_lse(dlse)
+        dlse = _like("dlse", dlse, packed.unpack_lse(np.empty(packed.q.shape[1::-1])))
+    dout, dlse = packed.pack(dout), packed.pack_lse(dlse)
     for at in packed.blocks():
         q, k, v = packed.load(at, a.compute)
         do, dl = (x.astype(a.compute) for x in (dout[at.rows, at.h], dlse[at.h, at.rows]))
@@ -221,9 +225,12 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
     )
 
 
-def _check_shape(name: str, x: Any, like: np.ndarray) -> None:
-    if np.shape(x) != like.shape:
-        raise InvalidArgument(f"`{name}` must have shape {like.shape}, got {np.shape(x)}")
+def _like(name: str, x: Any, like: np.ndarray) -> np.ndarray:
+    """Return a gradient as an array of the shape of what it belongs to."""
+    array = operand(name, x)
+    if array.shape != like.shape:
+        raise InvalidArgument(f"`{name}` must have shape {like.shape}, got {array.shape}")
+    return array
 
 
 def _scores(
@@ -239,7 +246,8 @@ def _scores(
     if o.alibi_slopes is not None:
         s = s - X(packed.slopes[at.b, at.h]) * np.abs(distance).astype(X)
     s = s + at.tile(packed.bias).astype(X)
-    left, right = (math.inf if n in (None, -1) else min(n, 2**53) for n in o.window_size)
+    sides = o.window_size or (None, None)
+    left, right = (math.inf if n in (None, -1) else min(n, 2**53) for n in sides)
     right = min(right, 0) if o.causal else right
     seen = (-right <= distance) & (distance <= left) & at.tile(packed.mask)
     return np.where(seen, s, X(-np.inf)), dcap
@@ -253,7 +261,11 @@ def _softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, ...]:
     e, e_sink = np.exp(s - m[:, None]), np.exp(sink - m)
     total = e.sum(axis=1) + e_sink
     safe = np.where(total == 0, 1, total)
-    return visible, np.where(visible, e / safe[:, None], 0), m + np.log(total), e_sink / safe
+    # Of a row that sees nothing, the sink is all, even where it is no finite number.
+    blind = ~visible.any(axis=1)
+    lse = np.where(blind, sink, m + np.log(total))
+    e_sink = np.where(blind, sink != -np.inf, e_sink / safe)
+    return visible, np.where(visible, e / safe[:, None], 0), lse, e_sink
 
 
 def _visible_sum(

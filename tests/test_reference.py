@@ -282,7 +282,7 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_mask_must_be_bool_and_dropout_needs_a_state() -> None:
-    with pytest.raises(InvalidType, match="`attn_mask` must be bool"):
+    with pytest.raises(InvalidType, match="`attn_mask` must be an array of bool"):
         attention(attn_mask=np.zeros((2, 5)))
     with pytest.raises(InvalidType, match="`rng_state`"):
         attention(dropout_p=0.5)
