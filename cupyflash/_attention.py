@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import _explain, _kernels, _versions
 from ._call import call
-from ._explain import Explanation, Sizes
+from ._explain import Explanation
 from ._kernels import KernelInfo
+from ._scalars import architecture, drawn_state
 
 if TYPE_CHECKING:
     from ._emulator import Session
@@ -21,7 +22,7 @@ def attention(
     *,
     softmax_scale: Any = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] | None = (-1, -1),
     alignment: str = "bottom_right",
     softcap: float = 0.0,
     alibi_slopes: Any = None,
@@ -57,8 +58,9 @@ def attention(
     causal : bool
         Whether query i sees only the keys ``j <= i + d``. The diagonal d is
         ``len_k - len_q``, or 0 with ``alignment="top_left"``.
-    window_size : (left, right)
-        Query i sees the keys ``i + d - left <= j <= i + d + right``; -1 or None is unbounded.
+    window_size : (left, right) or None
+        Query i sees the keys ``i + d - left <= j <= i + d + right``; a side of -1 or None is
+        unbounded, and None instead of a pair is both.
     alignment : {"bottom_right", "top_left"}
         Which corner of the score matrix the diagonal ends or begins in.
     softcap : float
@@ -76,7 +78,8 @@ def attention(
     dropout_p : float
         Probability that an attention weight is dropped.
     rng_state : (seed, offset) or integer array, optional
-        Of the dropout; the same state gives the same mask (see `dropout_mask`).
+        Of the dropout; the same state gives the same mask (see `dropout_mask`). PyTorch draws one
+        from its generator where it is None; elsewhere dropout needs it.
     layout : {"bshd", "bhsd"}
         The order of dimensions of q, k, v and out; "bhsd" is (batch, heads, length, head_dim).
     return_lse : bool
@@ -101,6 +104,10 @@ def attention(
     UnsupportedProblem
         No kernel computes this on this device; the message gives each kernel's reason.
     """
+    if window_size is None:
+        window_size = (-1, -1)
+    if rng_state is None and (dropout_p.__class__ is not float or dropout_p):
+        rng_state = drawn_state(q, dropout_p)
     extras = {}
     if not (
         alibi_slopes is None
@@ -127,7 +134,7 @@ def attention(
     return call(q, k, v, out, return_lse, scalars, extras)
 
 
-def emulate(*, seed: int = 0, arch: int = 90) -> "AbstractContextManager[Session]":
+def emulate(*, seed: int = 0, arch: int | str = 90) -> "AbstractContextManager[Session]":
     """Let the CUDA kernels compute arrays in host memory, on a GPU that is emulated.
 
     Inside of ``with cupyflash.emulate() as session:``, in this thread, `attention` takes the rows
@@ -140,8 +147,8 @@ def emulate(*, seed: int = 0, arch: int = 90) -> "AbstractContextManager[Session
     ----------
     seed : int
         Chooses the order of blocks and threads, and when asynchronous copies arrive.
-    arch : int
-        Compute capability of the GPU, 90 for 9.0.
+    arch : int or str
+        Compute capability of the GPU, 90 or "sm_90" for 9.0.
 
     Returns
     -------
@@ -158,47 +165,33 @@ def emulate(*, seed: int = 0, arch: int = 90) -> "AbstractContextManager[Session
     """
     from . import _emulator
 
-    return _emulator.session(seed, arch)
+    return _emulator.session(seed, architecture(arch))
 
 
-def explain(
-    q: Any = None,
-    k: Any = None,
-    v: Any = None,
-    *,
-    batch: int = 1,
-    len_q: int | None = None,
-    len_k: int | None = None,
-    heads_q: int = 1,
-    heads_k: int | None = None,
-    head_dim: int | None = None,
-    head_dim_v: int | None = None,
-    dtype: Any = "bfloat16",
-    arch: int | None = 90,
-    **options: Any,
-) -> Explanation:
+def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Explanation:
     """Say which kernel a call of `attention` takes and with what resources, or why there is none.
 
     Parameters
     ----------
     q, k, v : array, optional
-        The arrays of the call. Without them the sizes below describe it, and no GPU is needed.
+        The arrays of the call. Without them sizes describe it, and no GPU is needed.
     batch, len_q, len_k, heads_q, heads_k, head_dim, head_dim_v : int, optional
-        The sizes: len_q and head_dim at least; len_k, heads_k and head_dim_v default to the others.
-    dtype : str or dtype
-        The element type.
-    arch : int or None
-        Compute capability of the GPU, 90 for 9.0; None for arrays in host memory.
-    **options : object
-        As `attention` takes them; with sizes, True stands for an optional array.
+        The sizes: len_q and head_dim at least; batch and heads_q are 1 by default, and len_k,
+        heads_k and head_dim_v follow the others.
+    dtype : str or dtype, optional
+        The element type, bfloat16 by default; only with sizes.
+    arch : int, str or None, optional
+        Compute capability of the GPU, 90 or "sm_90" for 9.0 (the default), or None for arrays in
+        host memory; only with sizes.
+    **arguments : object
+        Options as `attention` takes them; with sizes, True stands for an optional array.
 
     Returns
     -------
     Explanation
         Its ``str`` is a page for people.
     """
-    sizes = Sizes(batch, len_q, len_k, heads_q, heads_k, head_dim, head_dim_v, dtype, arch)
-    return _explain.explain(_explain.resolve((q, k, v), sizes, options))
+    return _explain.explain(_explain.resolve((q, k, v), *_explain.split(arguments)))
 
 
 def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> bool:
@@ -216,12 +209,10 @@ def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> b
     bool
         False where `attention` would raise UnsupportedProblem; wrong arguments raise here too.
     """
-    return _explain.supports((q, k, v), *Sizes.split(arguments))
+    return _explain.supports((q, k, v), arguments)
 
 
-def warmup(
-    q: Any = None, k: Any = None, v: Any = None, *, device: int = 0, **arguments: Any
-) -> None:
+def warmup(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> None:
     """Compile and load the kernel of a call of `attention`, so that a graph capture may contain it.
 
     One kernel serves every length, batch and number of heads, and all scales above 0.
@@ -230,15 +221,12 @@ def warmup(
     ----------
     q, k, v : array, optional
         The arrays of the call.
-    device : int
-        CUDA ordinal of the GPU, where there are no arrays to tell it.
+    device : int, optional
+        CUDA ordinal of the GPU, 0 by default; only with sizes.
     **arguments : object
         Sizes, dtype and options, as `explain` takes them; sizes mean C-contiguous arrays.
     """
-    sizes, options = Sizes.split(arguments)
-    if q is None:
-        sizes = sizes.on(device)
-    _explain.warmup(_explain.resolve((q, k, v), sizes, options))
+    _explain.warmup((q, k, v), arguments)
 
 
 def kernels() -> tuple[KernelInfo, ...]:

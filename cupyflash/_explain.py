@@ -23,7 +23,7 @@ from ._problem import (
     describe,
     host_metadata,
 )
-from ._scalars import flag, recorded_state, refuse_gradient
+from ._scalars import architecture, flag, recorded_state, refuse_gradient
 from .errors import (
     CompileFailed,
     DeviceUnavailable,
@@ -32,7 +32,7 @@ from .errors import (
     UnsupportedProblem,
 )
 
-__all__ = ["Explanation", "Request", "Sizes", "explain", "resolve", "supports", "warmup"]
+__all__ = ["Explanation", "Request", "explain", "resolve", "split", "supports", "warmup"]
 
 MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 # The optional arrays: True stands for one in a call of sizes alone.
@@ -110,20 +110,7 @@ class Sizes:
     head_dim_v: Any = None
     dtype: Any = "bfloat16"
     arch: Any = 90
-    device: int = 0
-
-    @classmethod
-    def split(cls, arguments: dict[str, Any]) -> tuple["Sizes", dict[str, Any]]:
-        """Return the sizes among arguments, and the rest of them."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"device"}
-        sizes = {name: value for name, value in arguments.items() if name in names}
-        return cls(**sizes), {n: value for n, value in arguments.items() if n not in names}
-
-    def on(self, device: int) -> "Sizes":
-        """Return the same sizes on a CUDA device, which must be there."""
-        if isinstance(device, bool) or not isinstance(device, int | np.integer) or device < 0:
-            raise InvalidArgument(f"`device` must be a CUDA ordinal from 0 on, got {device!r}")
-        return dataclasses.replace(self, arch=_jit.compute_capability(device), device=device)
+    device: Any = 0
 
     def resolved(self) -> dict[str, int]:
         """Return every size by name, checked."""
@@ -141,12 +128,10 @@ class Sizes:
                 raise InvalidArgument(
                     f"`{name}` must be an integer from 0 on, got {size!r}: pass it, or q, k and v"
                 )
-        if self.arch is not None and type(self.arch) is not int:
-            raise InvalidArgument(
-                "`arch` must be a compute capability like 90, or None for host memory, "
-                f"got {self.arch!r}"
-            )
         return {name: int(size) for name, size in sizes.items()}
+
+
+SIZES = frozenset(field.name for field in dataclasses.fields(Sizes)) - {"device"}
 
 
 class Request(NamedTuple):
@@ -158,8 +143,16 @@ class Request(NamedTuple):
     device: int
 
 
-def resolve(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any]) -> Request:
-    """Describe a call, from its arrays or, where all are None, from sizes."""
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sizes among the arguments of a call that is talked about, and its options."""
+    sizes = {name: value for name, value in arguments.items() if name in SIZES}
+    return sizes, {name: value for name, value in arguments.items() if name not in SIZES}
+
+
+def resolve(
+    arrays: tuple[Any, Any, Any], sizes: Mapping[str, Any], options: Mapping[str, Any]
+) -> Request:
+    """Describe a call, from its arrays or, where all are None, from sizes by name."""
     known = {*SCALARS, *EXTRAS, "out", "rng_state", "return_lse"}
     if unknown := options.keys() - known:
         raise InvalidType(f"`{min(unknown)}` is no option of attention: see its documentation")
@@ -167,8 +160,11 @@ def resolve(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any])
     kernel = scalars.pop("kernel", None)
     given = {name: options.get(name) for name in (*EXTRAS, "out")}
     if all(x is None for x in arrays):
-        records = _placeholders(sizes, scalars.get("layout", "bshd"), given)
-        arch = sizes.arch
+        records, arch = _placeholders(Sizes(**sizes), scalars.get("layout", "bshd"), given)
+    elif sizes:
+        raise InvalidArgument(
+            f"`{min(sizes)}` is a property of q, k and v where these are passed: leave it out"
+        )
     else:
         named = dict(zip(("q", "k", "v"), arrays, strict=True))
         records = {name: _record(name, x) for name, x in named.items()}
@@ -185,10 +181,10 @@ def resolve(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any])
     return Request(problem, operands, kernel, records["q"].device)
 
 
-def supports(arrays: tuple[Any, Any, Any], sizes: Sizes, options: dict[str, Any]) -> bool:
+def supports(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether some kernel computes a call, whose arguments are right."""
-    request = resolve(arrays, sizes, options)
-    named = dict(zip(("q", "k", "v"), arrays, strict=True)) | options
+    request = resolve(arrays, *split(arguments))
+    named = {**dict(zip(("q", "k", "v"), arrays, strict=True)), **arguments}
     try:
         for name in ("q", "k", "v", *EXTRAS, "out"):
             x = named.get(name)
@@ -221,8 +217,22 @@ def explain(request: Request) -> Explanation:
     return Explanation(problem, kernel.name, rejected, config, launch, resources, note)
 
 
-def warmup(request: Request) -> None:
-    """Compile and load the kernel of a call; the host's need neither."""
+def warmup(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> None:
+    """Compile and load the kernel of a call; the host's need neither.
+
+    Sizes may have a ``device``, which decides the architecture.
+    """
+    sizes, options = split(arguments)
+    if all(x is None for x in arrays):
+        if "arch" in sizes:
+            raise InvalidArgument("`arch` is that of the device: pass `device`, or leave it out")
+        device = options.pop("device", 0)
+        if isinstance(device, bool) or not isinstance(device, int | np.integer) or device < 0:
+            raise InvalidArgument(f"`device` must be a CUDA ordinal from 0 on, got {device!r}")
+        sizes |= {"device": device, "arch": _jit.compute_capability(device)}
+    elif "device" in options:
+        sizes["device"] = options.pop("device")  # which `resolve` refuses
+    request = resolve(arrays, sizes, options)
     kernel = select(request.problem, request.kernel)
     if kernel.launch is not None:
         bind(kernel.launch(request.problem, request.operands), request.device)
@@ -233,9 +243,15 @@ def _record(name: str, x: Any) -> Array:
     return adapter_of(x, name).array(x, name)
 
 
-def _placeholders(sizes: Sizes, layout: Any, given: Mapping[str, Any]) -> dict[str, Array]:
-    """Return records of C-contiguous arrays at no address, also of the options that are True."""
+def _placeholders(
+    sizes: Sizes, layout: Any, given: Mapping[str, Any]
+) -> tuple[dict[str, Array], int | None]:
+    """Return records of C-contiguous arrays at no address, and the architecture.
+
+    The options that are True become arrays too.
+    """
     bound, dtype = sizes.resolved(), _dtype_name(sizes.dtype)
+    arch = None if sizes.arch is None else architecture(sizes.arch)
     axes = LAYOUTS.get(layout, LAYOUTS["bshd"]) if isinstance(layout, str) else LAYOUTS["bshd"]
     records = {}
     for name in ("q", "k", "v", *(name for name in EXTRAS if given[name] is True)):
@@ -252,12 +268,12 @@ def _placeholders(sizes: Sizes, layout: Any, given: Mapping[str, Any]) -> dict[s
             shape=shape,
             strides=contiguous_strides(shape),
             dtype=dtype if name in ("q", "k", "v") else DTYPES[name][0],
-            device=HOST if sizes.arch is None else sizes.device,
+            device=HOST if arch is None else sizes.device,
             framework="no",
             readonly=False,
             owner=None,
         )
-    return records
+    return records, arch
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ from ._array.host import host_view
 from ._philox import seed_offset, threshold
 from .errors import InvalidArgument, InvalidType, UnsupportedProblem
 
-__all__ = ["flag", "number", "random_state", "recorded_state", "refuse_gradient", "scalars"]
+__all__ = [
+    "architecture",
+    "drawn_state",
+    "flag",
+    "number",
+    "random_state",
+    "recorded_state",
+    "refuse_gradient",
+    "scalars",
+]
 
 # Kernels compute in fp32 with the scale times log2(e), which must not overflow either.
 FLOAT32_LIMIT = float(np.finfo(np.float32).max) / 2
@@ -62,6 +72,26 @@ def recorded_state(rng_state: Any) -> Any:
     return adapter_of(rng_state, "rng_state").array(rng_state, "rng_state")
 
 
+def drawn_state(q: Any, dropout_p: Any) -> tuple[int, int] | None:
+    """Return a new state of dropout where it is needed and q's framework has a generator."""
+    adapter = adapter_of(q, "q")
+    if adapter.draw is None or not threshold(number("dropout_p", dropout_p)):
+        return None
+    return adapter.draw() if adapter.array(q, "q").device == HOST else None
+
+
+def architecture(arch: Any) -> int:
+    """Return a compute capability, 90 for 9.0, given so or as NVRTC's name of it."""
+    if isinstance(arch, int | np.integer) and not isinstance(arch, bool) and arch > 0:
+        return int(arch)
+    match = re.fullmatch(r"(?:sm_)?(\d{2,3})[af]?", arch) if isinstance(arch, str) else None
+    if match is None:
+        raise InvalidArgument(
+            f"`arch` must be a compute capability like 90 or 'sm_90', got {arch!r:.60}"
+        )
+    return int(match[1])
+
+
 def number(name: str, value: Any) -> float:
     """Return a real scalar as a float: a Python or NumPy number, or a 0-d array of the host."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -104,9 +134,10 @@ def _element(name: str, value: Any) -> Any:
     array = adapter.array(value, name)
     refuse_gradient(adapter, value, name)
     if array.shape != () or array.device != HOST:
+        place = "in host memory" if array.device == HOST else f"on CUDA device {array.device}"
         raise InvalidType(
-            f"`{name}` must be a real number, got an array of shape {array.shape} "
-            f"on device {array.device}: pass a float"
+            f"`{name}` must be a real number, got an array of shape {array.shape} {place}: "
+            "pass a float"
         )
     return host_view(array)[()]
 

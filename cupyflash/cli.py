@@ -68,11 +68,8 @@ def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> N
     Exits with 1 if there is none.
     """
     from . import explain
-    from ._bench import units
 
-    arch = arch or gpu_arch()
-    capability = units.capability(arch) if arch else None
-    answer = explain(**case.sizes(capability), **case.options, kernel=kernel)
+    answer = explain(**case.sizes(arch or gpu_arch()), **case.options, kernel=kernel)
     if as_json:
         resources = answer.resources and answer.resources._asdict()
         emit(dataclasses.asdict(answer) | {"resources": resources})

@@ -67,10 +67,12 @@ class Band:
                 f"`alignment` must be 'bottom_right' or 'top_left', got {alignment!r}: "
                 "use 'top_left' for the diagonal of torch's is_causal"
             )
+        if window_size is None:
+            window_size = (None, None)
         if not isinstance(window_size, tuple | list) or len(window_size) != 2:
             raise InvalidArgument(
-                f"`window_size` must be a pair (left, right), got {window_size!r}: "
-                "use (-1, -1) for no window"
+                f"`window_size` must be a pair (left, right), got {window_size!r:.60}: "
+                "use None for no window"
             )
         left, right = (_side(side) for side in window_size)
         if causal:

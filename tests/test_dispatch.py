@@ -249,7 +249,8 @@ def test_supports_is_explain_in_one_bit() -> None:
         ({"len_q": 5}, InvalidArgument, "`head_dim` must be an integer.*got None"),
         ({"len_q": -5, "head_dim": 8}, InvalidArgument, "`len_q` .*-5"),
         ({"len_q": 5.0, "head_dim": 8}, InvalidArgument, "`len_q` .*5.0"),
-        ({"len_q": 5, "head_dim": 8, "arch": "sm_90"}, InvalidArgument, "`arch` .*'sm_90'"),
+        ({"len_q": 5, "head_dim": 8, "arch": "hopper"}, InvalidArgument, "`arch` .*'hopper'"),
+        ({"len_q": 5, "head_dim": 8, "arch": 9.0}, InvalidArgument, r"`arch` .*9\.0"),
         ({"len_q": 5, "head_dim": 8, "dtype": "bf16"}, InvalidType, "`dtype` .*'bf16'"),
         ({"len_q": 5, "head_dim": 8, "dtype": None}, InvalidType, "`dtype` .*None"),
         ({"len_q": 5, "head_dim": 8, "dtype": "int32"}, InvalidType, "`q` has dtype int32"),
@@ -267,6 +268,38 @@ def test_wrong_arguments_raise(
 ) -> None:
     with pytest.raises(error, match=words):
         function(**arguments)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"len_q": 3}, {"batch": 1}, {"arch": 90}, {"arch": None}, {"dtype": "float32"}],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [cupyflash.explain, cupyflash.supports, cupyflash.warmup])
+def test_sizes_beside_arrays_are_refused(function: Any, given: dict[str, Any]) -> None:
+    (name,) = given
+    x = np.zeros((1, 3, 2, 8), np.float32)
+    with pytest.raises(InvalidArgument, match=f"^`{name}` is a property of q, k and v"):
+        function(x, x, x, **given)
+
+
+def test_warmup_refuses_what_it_would_not_heed() -> None:
+    x = np.zeros((1, 3, 2, 8), np.float32)
+    with pytest.raises(InvalidArgument, match=r"^`device` is a property of q, k and v"):
+        cupyflash.warmup(x, x, x, device=3)
+    with pytest.raises(InvalidArgument, match=r"^`arch` is that of the device"):
+        cupyflash.warmup(len_q=3, head_dim=8, arch=80)
+
+
+@pytest.mark.parametrize("arch", [80, "sm_80", "80", np.int64(80)], ids=repr)
+def test_an_architecture_has_a_number_and_a_name(arch: Any) -> None:
+    assert cupyflash.explain(len_q=5, head_dim=8, arch=arch).problem.arch == 80
+
+
+def test_no_window_has_two_names() -> None:
+    sizes: dict[str, Any] = {"len_q": 5, "head_dim": 8, "arch": None}
+    said = cupyflash.explain(**sizes, window_size=None).problem
+    assert said == cupyflash.explain(**sizes, window_size=(None, -1)).problem
 
 
 @pytest.mark.frameworks

@@ -269,3 +269,33 @@ def test_a_tensor_that_lost_its_memory_is_named() -> None:
     k.untyped_storage().resize_(0)
     with pytest.raises(InvalidType, match=r"^`k` is a tensor on cpu without memory"):
         cupyflash.attention(tensor(), k, tensor())
+
+
+def test_dropout_draws_its_state_from_torchs_generator() -> None:
+    q = torch.ones(1, 40, 2, 8)
+
+    def drawn(seed: int, **options: Any) -> Any:
+        torch.manual_seed(seed)
+        first = cupyflash.attention(q, q, q, dropout_p=0.5, **options)
+        return first, cupyflash.attention(q, q, q, dropout_p=0.5, **options)
+
+    first, second = drawn(3)
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, drawn(3), (first, second)))
+    assert not torch.equal(drawn(4)[0], first)
+    assert torch.equal(*drawn(3, rng_state=(1, 2)))
+
+
+def test_no_state_is_drawn_where_nothing_is_dropped() -> None:
+    q = torch.ones(1, 4, 2, 8)
+    before = torch.get_rng_state()
+    for p in (0.0, 0, 1e-9, np.float32(0)):
+        cupyflash.attention(q, q, q, dropout_p=p)
+    cupyflash.attention(q, q, q, dropout_p=0.5, rng_state=(1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_of_others_needs_a_state() -> None:
+    x = np.ones((1, 4, 2, 8), np.float32)
+    with pytest.raises(InvalidArgument, match=r"^`rng_state` is None and `dropout_p` is not 0"):
+        cupyflash.attention(x, x, x, dropout_p=0.5)

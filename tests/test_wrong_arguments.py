@@ -114,28 +114,114 @@ def test_the_state_of_a_mask(state: Any) -> None:
 # The oracle
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 1.0},
-        {"softmax_scale": "x"},
-        {"softmax_scale": np.nan},
-        {"softcap": -1.0},
-        {"window_size": 5},
-        {"window_size": (1, 2, 3)},
-        {"window_size": ("a", 1)},
-        {"window_size": (-2, 1)},
-    ],
-    ids=str,
-)
-def test_options_of_the_oracle(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(CupyflashError, match=f"^`{name}`"):
-        reference.attention(Q, K, K, **options)
-
-
 def test_gradients_of_a_wrong_shape() -> None:
     with pytest.raises(InvalidArgument, match=r"^`dout` must have shape \(2, 3, 4, 8\), got"):
         reference.attention_backward(Q[:1], Q, K, K)
     with pytest.raises(InvalidArgument, match=r"^`dlse` must have shape \(2, 4, 3\), got"):
         reference.attention_backward(Q, Q, K, K, dlse=np.zeros((2, 3, 4)))
+
+
+RAGGED = [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1.0},
+        {"layout": np.array(["bshd", "bhsd"])},
+        {"alignment": np.array(["top_left", "x"])},
+        {"softmax_scale": "x"},
+        {"softmax_scale": np.nan},
+        {"window_size": 5},
+        {"window_size": (1, 2, 3)},
+        {"window_size": ("a", 1)},
+        {"alibi_slopes": RAGGED},
+        {"alibi_slopes": ["a", "b", "c", "d"]},
+        {"attn_bias": "x"},
+        {"attn_bias": RAGGED},
+        {"attn_bias": 1j},
+        {"attn_mask": RAGGED},
+        {"attn_mask": 1},
+        {"learnable_sink": [None] * 4},
+        {"seqused_q": 3},
+        {"seqused_q": [1.5, 2]},
+        {"seqused_k": ["a", "b"]},
+        {"seqused_k": [[1, 2]]},
+        {"seqused_k": RAGGED},
+        {"q_descale": "x"},
+        {"v_descale": np.ones(3)},
+        {"causal": None},
+        {"causal": np.array([True, False])},
+        {"window_size": (True, False)},
+        {"window_size": (1.5, 2)},
+        {"window_size": (-2, 0)},
+        {"softcap": True},
+        {"softcap": -1},
+        {"softmax_scale": [1]},
+        {"dropout_p": "x"},
+        {"dropout_p": 0.5},
+        {"dropout_p": 0.5, "rng_state": ("a", "b")},
+    ],
+    ids=str,
+)
+def test_options_of_the_oracle(options: dict[str, Any]) -> None:
+    name = "rng_state" if options.get("dropout_p") == 0.5 else next(iter(options))
+    with pytest.raises(CupyflashError, match=rf"^`{name}"):
+        reference.attention(Q, K, K, **options)
+
+
+@pytest.mark.parametrize("x", ["x", None, RAGGED, Q.astype(int), Q * 1j, Q.astype(str)], ids=type)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_arrays_of_the_oracle(name: str, x: Any) -> None:
+    with pytest.raises(InvalidType, match=rf"^`{name}` must be an array of floating-point"):
+        reference.attention(**{"q": Q, "k": K, "v": K, name: x})
+
+
+@pytest.mark.parametrize("lengths", [4, ["a", "b"], [0, 2.5], [[0, 3]], RAGGED, None], ids=str)
+def test_lengths_of_the_oracle(lengths: Any) -> None:
+    with pytest.raises(CupyflashError, match=r"^`cu_seqlens_q`"):
+        reference.attention_varlen(Q[0], K[0], K[0], lengths, [0, 5])
+
+
+@pytest.mark.parametrize("x", ["x", RAGGED, Q[:1], Q.astype(str)], ids=type)
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_gradients_of_the_oracle(name: str, x: Any) -> None:
+    with pytest.raises(CupyflashError, match=rf"^`{name}` must"):
+        reference.attention_backward(**{"dout": Q, "q": Q, "k": K, "v": K, name: x})
+
+
+def test_no_window_of_the_oracle_has_two_names() -> None:
+    expected, _ = reference.attention(Q, K, K, window_size=(-1, None))
+    np.testing.assert_array_equal(reference.attention(Q, K, K, window_size=None)[0], expected)
+
+
+def test_a_dtype_of_the_oracle() -> None:
+    with pytest.raises(InvalidType, match=r"^`dtype` must be"):
+        reference.output_dtype("x")
+
+
+# Messages in a user's words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"softmax_scale": np.ones(3)},
+            r"of shape \(3,\) in host memory: pass a float$",
+        ),
+        ({"alibi_slopes": [1.0] * 4}, "got list: convert it, as numpy.asarray does$"),
+        ({"alibi_slopes": np.ones(4)}, "has dtype float64: expected float32, convert it$"),
+        ({"k": None}, "got None$"),
+    ],
+)
+def test_messages(arguments: dict[str, Any], words: str) -> None:
+    (name,) = arguments
+    with pytest.raises(InvalidType, match=f"^`{name}` .*{words}"):
+        cupyflash.attention(**{"q": Q, "k": K, "v": K, **arguments})
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm_", 9.0, True, None, 0], ids=repr)
+def test_the_architecture_of_the_emulator(arch: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^`arch` must be a compute capability"):
+        cupyflash.emulate(arch=arch)

@@ -79,7 +79,10 @@ def _find(x: Any, name: str) -> Adapter:
     exports = any(map(functools.partial(hasattr, x), ForeignAdapter.protocols))
     if isinstance(x, Array) or (exports and not isinstance(x, type)):
         return ForeignAdapter(kind)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    got = "None" if x is None else f"{module}{kind.__qualname__}"
     raise InvalidType(
         f"`{name}` must be an array of PyTorch, JAX, CuPy or NumPy, or export "
-        f"{' or '.join(ForeignAdapter.protocols)}, got {kind.__module__}.{kind.__qualname__}"
+        f"{' or '.join(ForeignAdapter.protocols)}, got {got}"
+        f"{': convert it, as numpy.asarray does' if isinstance(x, list | tuple) else ''}"
     )

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
@@ -46,6 +46,7 @@ class Adapter(abc.ABC):
     framework: ClassVar[str]
     foreign: ClassVar[bool] = False  # arrays must pass `admit` first, results `deliver` last
     plain: tuple[type, ...] = ()  # the classes that are taken; empty: all that are recognised
+    draw: Callable[[], tuple[int, int]] | None = None  # a random state of the host's generator
 
     @abc.abstractmethod
     def facts(self, x: Any) -> tuple[Any, ...]:

@@ -118,5 +118,8 @@ class TorchAdapter(Adapter):
     def capturing(self, device: int) -> bool:
         return bool(self._torch.cuda.is_current_stream_capturing())
 
+    def draw(self) -> tuple[int, int]:
+        return int(self._torch.randint(2**63 - 1, (), device="cpu")), 0
+
     def grad_needed(self, x: Any) -> bool:
         return bool(x.requires_grad and self._grad_enabled())

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._explain import Request, Sizes, resolve
+from .._explain import Request, resolve
 from ..errors import InvalidArgument
 from ..masks import Band
 
@@ -91,7 +91,7 @@ class Case:
         window = options.get("window_size", (-1, -1))
         return Band.of(options.get("causal", False), window, self.alignment)
 
-    def sizes(self, arch: int | None) -> dict[str, Any]:
+    def sizes(self, arch: int | str | None) -> dict[str, Any]:
         """Return the sizes as arguments of `cupyflash.explain`; no architecture is the host."""
         names = ("batch", "len_q", "len_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
         sizes = {name: getattr(self, name) for name in names}
@@ -99,7 +99,7 @@ class Case:
 
     def request(self, arch: int | None) -> Request:
         """Return the call that the dispatch table is asked about."""
-        return resolve((None, None, None), Sizes(**self.sizes(arch)), self.options)
+        return resolve((None, None, None), self.sizes(arch), self.options)
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _jit, _kernels
 from .._launch import Launch
+from .._scalars import architecture
 from .._tuning import HEAD_DIMS, UNEQUAL
-from ..errors import InvalidArgument
 from .case import Case
 
 DIMS = (*((dim, dim) for dim in HEAD_DIMS), *sorted(UNEQUAL))  # of q and k, and of v
@@ -43,14 +42,6 @@ class Unit:
         }
 
 
-def capability(arch: str) -> int:
-    """Return the compute capability (90 for 9.0) of an architecture's name."""
-    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
-    if match is None:
-        raise InvalidArgument(f"`arch` must be like sm_80 or sm_90, got {arch!r}")
-    return int(match[1])
-
-
 def unit(case: Case, arch: str, kernel: str | None = None) -> Unit:
     """Return the unit that a problem is computed by on an architecture.
 
@@ -59,7 +50,7 @@ def unit(case: Case, arch: str, kernel: str | None = None) -> Unit:
     UnsupportedProblem
         No kernel, or not the one named, takes the problem there.
     """
-    request = case.request(capability(arch))
+    request = case.request(architecture(arch))
     row = _kernels.select(request.problem, kernel)
     assert row.launch is not None, "rows of the host take no problem of a GPU"
     return Unit(case, row.launch(request.problem, request.operands))
@@ -78,7 +69,7 @@ def every(arch: str, kernel: str | None = None) -> list[Unit]:
     units: dict[str, Unit] = {}
     for dtype, dims, mask in itertools.product(DTYPES, DIMS, MASKS):
         case = Case(dtype, 1, 4096, 4096, 16, 16, *dims, mask)
-        problem, operands, *_ = case.request(capability(arch))
+        problem, operands, *_ = case.request(architecture(arch))
         for row in _kernels.KERNELS:
             if row.launch is not None and row.refusal(problem) is None:
                 launch = row.launch(problem, operands)
