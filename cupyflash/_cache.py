@@ -138,8 +138,16 @@ def make_writable(path: Path) -> None:
 def _configured() -> Path:
     chosen = os.environ.get("CUPYFLASH_CACHE_DIR")
     if chosen:
-        return Path(chosen).absolute()
+        return expanded(chosen).absolute()
     return platformdirs.user_cache_path("cupyflash", appauthor=False).absolute()
+
+
+def expanded(path: str) -> Path:
+    """Return a path that a user wrote, where no shell may have replaced a leading ``~``."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # nobody of that name
+        return Path(path)
 
 
 def _refuse_foreign(root: Path) -> None:

@@ -97,7 +97,8 @@ def digest() -> str:
 def _cuda_dir() -> Path:
     chosen = os.environ.get("CUPYFLASH_CUDA_DIR")
     package = Path(__file__).resolve().parent
-    for path in [Path(chosen)] if chosen else [package / "cuda", package.parent / "cuda"]:
+    places = [package / "cuda", package.parent / "cuda"]
+    for path in [_cache.expanded(chosen)] if chosen else places:
         if (path / "device.cuh").is_file():
             return path
     if chosen:

@@ -474,3 +474,26 @@ def test_entries_of_another_schema_are_not_listed(
     tiny.compile()
     monkeypatch.setattr(_jit, "SCHEMA", _jit.SCHEMA + 1)
     assert _jit.cache_entries() == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("~/kernels", "/home/somebody/kernels"), ("~", "/home/somebody"), ("~nobody-here/x", None)],
+)
+def test_a_tilde_is_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, expected: str | None
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert _cache.expanded(chosen) == Path(expected or chosen)
+
+
+def test_both_folders_of_the_environment_may_have_a_tilde(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "device.cuh").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("CUPYFLASH_CUDA_DIR", "~/sources")
+    assert _cache.directory() == tmp_path / "kernels"
+    assert list(_jit.sources()) == ["device.cuh"]
