@@ -28,7 +28,8 @@ void emu_free(void *pointer);
 
 // Runs a kernel on params (copied, 64-byte aligned). The seed chooses the order of blocks and threads and when
 // asynchronous operations happen: seed % 4 is random, first in first out, last in first out, or a strict order of
-// warps; seed / 4 % 3 is as late as possible, at random, or at once. Returns 0, or 1 and a message:
+// warps; seed / 4 % 3 is as late as possible, at random, or at once; 3 - (seed + seed / 12) % 3 blocks run at a time.
+// Returns 0, or 1 and a message:
 // "file:line block (x,y,z) thread t: text", and where the line was called from.
 int emu_launch(void (*kernel)(const void *params), unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block,
                unsigned shared_bytes, const void *params, size_t params_bytes, unsigned long long seed,

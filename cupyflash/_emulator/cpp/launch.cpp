@@ -1,10 +1,10 @@
-// A launch: its blocks, one after the other in an order of the seed's, each from fresh memory to its last thread.
+// A launch: its blocks, in an order of the seed's and as many at a time as the seed says, each from fresh memory to its
+// last thread.
 #include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
 #include <mutex>
-#include <numeric>
 
 #include "precise.h"
 #include "state.h"
@@ -15,8 +15,21 @@ Machine machine;
 
 namespace {
 
-constexpr unsigned MAX_THREADS = 1024,
-                   MAX_SHARED_BYTES = 227 << 10;  // CUDA C++ Programming Guide, of compute capability 9.0
+// CUDA C++ Programming Guide, of compute capability 9.0. Residents are together on one multiprocessor.
+constexpr unsigned MAX_THREADS = 1024, MAX_SHARED_BYTES = 227 << 10, MAX_RESIDENT_THREADS = 2048, MAX_RESIDENTS = 3;
+
+// After the last thread of a block, in that thread: the launcher lets the next one begin in its place.
+void finish(Block &block) {
+  ++machine.stats.blocks;
+  ptrdiff_t offset;
+  if (block.shared.memory.trampled(offset))
+    fail_with({{},
+               {{{},
+                 format("block (%u,%u,%u) wrote beside shared memory: %+ld of %zu bytes", block.index.x, block.index.y,
+                        block.index.z, static_cast<long>(offset), block.shared.memory.bytes()),
+                 {}}}});
+  if (!machine.waiting.empty()) change(machine.thread->context, machine.launcher);
+}
 
 // What a fiber runs.
 void thread_main() {
@@ -27,6 +40,7 @@ void thread_main() {
   self.exited = true;
   --machine.block->alive;
   leave_barrier();
+  if (!self.block->alive) finish(*self.block);
   run_next();
   __builtin_unreachable();
 }
@@ -34,18 +48,20 @@ void thread_main() {
 // The stacks stay for the next launch.
 std::vector<Stack> stacks;
 
-void make_block(Block &block, unsigned threads, size_t shared_bytes) {
+// Its stacks begin with the first that no other block has.
+void make_block(Block &block, size_t first, unsigned threads, size_t shared_bytes) {
+  while (stacks.size() < first + threads) stacks.push_back(Stack::allocate());
   block.shared.memory = Guarded(shared_bytes);
   block.shadow = Shadow(shared_bytes, static_cast<int>(threads / 32));
   block.proxy = Proxy(shared_bytes);
-  while (stacks.size() < threads) stacks.push_back(Stack::allocate());
   for (unsigned w = 0; w < threads / 32; ++w) {
     block.warps.push_back(std::make_unique<Warp>());
     block.warps.back()->number = static_cast<int>(w);
   }
   for (unsigned t = 0; t < threads; ++t) {
     auto thread = std::make_unique<Thread>();
-    thread->stack = stacks[t];
+    thread->block = &block;
+    thread->stack = stacks[first + t];
     thread->index = {t, 0, 0};
     thread->number = static_cast<int>(t);
     thread->warp = block.warps[t / 32].get();
@@ -55,8 +71,9 @@ void make_block(Block &block, unsigned threads, size_t shared_bytes) {
 }
 
 // Everything as at the start of a block: memory and stacks are NaN, nothing has been done.
-void start(Block &block, Index index) {
-  block.index = blockIdx = index;
+void start(Block &block) {
+  block.index = machine.waiting.back();
+  machine.waiting.pop_back();
   block.alive = static_cast<int>(block.threads.size());
   memset(block.shared.memory.begin(), NAN_BYTE, block.shared.memory.bytes());
   block.proxy.clear();
@@ -68,7 +85,7 @@ void start(Block &block, Index index) {
     warp->clock.start(now, block.mbarriers.ended, warp->number);
     warp->synced = now;
   }
-  clear_ready(block.alive);
+  reorder(block);
   for (const auto &thread : block.threads) {
     thread->exited = false;
     thread->copies.committed = 0;
@@ -78,34 +95,33 @@ void start(Block &block, Index index) {
   }
 }
 
-void run(Block &block, Index index) {
-  start(block, index);
-  {
-    const FlushingFloats floats;
-    const FaultHandlers handlers;
-    start_first(machine.launcher);
-    machine.thread = nullptr;
-  }
-  ++machine.stats.blocks;
-  ptrdiff_t offset;
-  if (!machine.failure.happened() && block.shared.memory.trampled(offset))
-    machine.failure = {{},
-                       {{{},
-                         format("block (%u,%u,%u) wrote beside shared memory: %+ld of %zu bytes", index.x, index.y,
-                                index.z, static_cast<long>(offset), block.shared.memory.bytes()),
-                         {}}}};
+// The indices of a grid's blocks.
+std::vector<Index> shuffled(Index grid) {
+  std::vector<Index> blocks;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
+  for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[machine.random.below(i)]);
+  return blocks;
 }
 
-void run_grid(Index grid) {
-  const size_t count = static_cast<size_t>(grid.x) * grid.y * grid.z;
-  std::vector<size_t> order(count);
-  std::iota(order.begin(), order.end(), size_t{0});
-  for (size_t i = count; i > 1; --i) std::swap(order[i - 1], order[machine.random.below(i)]);
-  for (size_t i : order) {
-    run(*machine.block, {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
-                         static_cast<unsigned>(i / grid.x / grid.y)});
-    if (machine.failure.happened()) return;
+void run_grid(Index grid, unsigned threads, size_t shared_bytes, size_t residents) {
+  machine.waiting = shuffled(grid);
+  residents = std::min({residents, machine.waiting.size(), size_t{MAX_RESIDENT_THREADS / threads}});
+  for (size_t i = 0; i < residents; ++i) {
+    machine.residents.push_back(std::make_unique<Block>());
+    make_block(*machine.residents.back(), i * threads, threads, shared_bytes);
   }
+  clear_ready();
+  for (const auto &block : machine.residents) start(*block);
+  const FlushingFloats floats;
+  const FaultHandlers handlers;
+  start_first(machine.launcher);
+  while (!machine.failure.happened() && !machine.waiting.empty()) {
+    start(*machine.block);
+    start_first(machine.launcher);
+  }
+  machine.thread = nullptr;
 }
 
 const char *refusal(Index grid, unsigned block, unsigned shared_bytes) {
@@ -128,11 +144,10 @@ void launch(Index grid, unsigned block, unsigned shared_bytes, const void *param
   machine.stats = {};
   machine.failure = {};
   machine.pending.clear();
+  machine.values.clear();
   gridDim = grid;
   blockDim = {block, 1, 1};
-  machine.block = std::make_unique<Block>();
-  make_block(*machine.block, block, shared_bytes);
-  run_grid(grid);
+  run_grid(grid, block, shared_bytes, MAX_RESIDENTS - (seed + seed / 12) % MAX_RESIDENTS);
   if (!machine.failure.happened()) check_canaries();
 }
 
@@ -153,7 +168,8 @@ int emu_launch(void (*kernel)(const void *), unsigned grid_x, unsigned grid_y, u
     emu::launch({grid_x, grid_y, grid_z}, block, shared_bytes, params, params_bytes, seed);
     text = emu::machine.failure.message();
     if (stats) *stats = emu::machine.stats;
-    emu::machine.block.reset();
+    emu::machine.block = nullptr;
+    emu::machine.residents.clear();
   }
   if (message_bytes) snprintf(message, message_bytes, "%s", text.c_str());
   return !text.empty();

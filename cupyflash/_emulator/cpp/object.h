@@ -6,6 +6,7 @@
 namespace emu {
 
 struct Thread;
+struct Block;
 
 // What threads may wait for.
 struct Object {
@@ -15,6 +16,7 @@ struct Object {
 
 // Something that happens by itself, some time after it was issued.
 struct Operation {
+  Block *block = nullptr;  // of the thread that submitted it; it is the machine's block while the operation runs
   virtual void run() = 0;
 };
 

@@ -55,7 +55,7 @@ std::string shortened(const std::string &path) {
 }
 
 std::string subject(const Thread &thread) {
-  const Index &block = machine.block->index;
+  const Index &block = thread.block->index;
   return format("block (%u,%u,%u) thread %d", block.x, block.y, block.z, thread.number);
 }
 

@@ -64,6 +64,9 @@ void mbarrier_arrive(uint32_t address, Loc loc);
 void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, Loc loc);
 void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc);
 
+// Parks until a number of global memory has a value.
+void acquire_when(const uint32_t *global, uint32_t value, Loc loc);
+
 // Four 8 x 8 matrices of 16-bit elements: this lane's row, and what it receives.
 struct MatrixLoad {
   uint32_t *d;

@@ -13,19 +13,16 @@ namespace {
 struct Ready {
   std::vector<Thread *> ring;  // a power of two
   size_t first = 0, count = 0;
-  std::vector<Thread *> of_rank[Clock::WARPS];
-  int rank_of_warp[Clock::WARPS];
-  uint32_t ranks = 0;  // that have threads
+  std::vector<Thread *> of_rank[64];  // warps of all residents
+  uint64_t ranks = 0;                 // that have threads
 
-  void clear(int threads) {
+  void clear(size_t threads) {
     size_t capacity = 32;
-    while (capacity < static_cast<size_t>(threads)) capacity *= 2;
+    while (capacity < threads) capacity *= 2;
     ring.assign(capacity, nullptr);
     first = count = 0;
     ranks = 0;
     for (auto &stack : of_rank) stack.clear();
-    for (int w = 0; w < Clock::WARPS; ++w) rank_of_warp[w] = w;
-    for (int w = Clock::WARPS; w > 1; --w) std::swap(rank_of_warp[w - 1], rank_of_warp[machine.random.below(w)]);
   }
 
   Thread *&slot(size_t i) { return ring[(first + i) & (ring.size() - 1)]; }
@@ -34,9 +31,9 @@ struct Ready {
 
   void put(Thread *thread) {
     if (machine.order == Order::PRIORITY) {
-      const int rank = rank_of_warp[thread->warp->number];
+      const int rank = thread->warp->rank;
       of_rank[rank].push_back(thread);
-      ranks |= 1u << rank;
+      ranks |= uint64_t{1} << rank;
     } else {
       slot(count++) = thread;
     }
@@ -57,10 +54,10 @@ struct Ready {
       case Order::PRIORITY:
         break;
     }
-    const int rank = __builtin_ctz(ranks);
+    const int rank = __builtin_ctzll(ranks);
     Thread *thread = of_rank[rank].back();
     of_rank[rank].pop_back();
-    if (of_rank[rank].empty()) ranks &= ~(1u << rank);
+    if (of_rank[rank].empty()) ranks &= ~(uint64_t{1} << rank);
     return thread;
   }
 } ready;
@@ -70,7 +67,10 @@ void run_operation() {
   Operation *operation = machine.pending[chosen];
   machine.pending[chosen] = machine.pending.back();
   machine.pending.pop_back();
+  Block *self = machine.block;
+  machine.block = operation->block;
   operation->run();
+  machine.block = self;
 }
 
 // The numbers of threads, as ranges.
@@ -96,8 +96,13 @@ Trace trace_of(Thread &thread) {
   return machine.inspected;
 }
 
-[[noreturn]] void deadlock() {
-  const Block &block = *machine.block;
+std::string name_of(const Block &block) {
+  return format("block (%u,%u,%u)", block.index.x, block.index.y, block.index.z);
+}
+
+// Adds to a report where the threads of a block are.
+void describe(Block &block, Failure &failure) {
+  machine.block = &block;
   std::vector<int> exited;
   struct Group {
     Thread *first;
@@ -117,14 +122,21 @@ Trace trace_of(Thread &thread) {
     if (group == groups.end()) group = groups.insert(group, {thread.get(), {}});
     group->threads.push_back(thread->number);
   }
-  Failure failure;
-  failure.heading = format("block (%u,%u,%u): DEADLOCK", block.index.x, block.index.y, block.index.z);
-  if (!exited.empty()) failure.heading += format("; threads %s have exited", ranges(exited).c_str());
+  const std::string name = name_of(block);
+  if (!exited.empty()) failure.heading += format("; %s threads %s have exited", name.c_str(), ranges(exited).c_str());
   for (const Group &group : groups)
-    failure.notes.push_back(
-        {group.first->waits_at,
-         format("threads %s wait: %s", ranges(group.threads).c_str(), group.first->waits_for->state().c_str()),
-         trace_of(*group.first)});
+    failure.notes.push_back({group.first->waits_at,
+                             format("%s threads %s wait: %s", name.c_str(), ranges(group.threads).c_str(),
+                                    group.first->waits_for->state().c_str()),
+                             trace_of(*group.first)});
+}
+
+[[noreturn]] void deadlock() {
+  Failure failure;
+  failure.heading = "DEADLOCK";
+  if (!machine.waiting.empty()) failure.heading += format("; %zu blocks have not begun", machine.waiting.size());
+  for (const auto &block : machine.residents)
+    if (block->alive) describe(*block, failure);
   fail_with(std::move(failure));
 }
 
@@ -138,13 +150,35 @@ uint64_t Random::next() {
   return z ^ z >> 31;
 }
 
-void clear_ready(int threads) { ready.clear(threads); }
+static void shuffle_ranks(const std::vector<Warp *> &warps) {
+  for (size_t w = warps.size(); w > 1; --w) std::swap(warps[w - 1]->rank, warps[machine.random.below(w)]->rank);
+}
+
+void clear_ready() {
+  std::vector<Warp *> warps;
+  for (const auto &block : machine.residents)
+    for (const auto &warp : block->warps) {
+      warp->rank = static_cast<int>(warps.size());
+      warps.push_back(warp.get());
+    }
+  ready.clear(warps.size() * 32);
+  shuffle_ranks(warps);
+}
+
+void reorder(const Block &block) {
+  std::vector<Warp *> warps;
+  for (const auto &warp : block.warps) warps.push_back(warp.get());
+  shuffle_ranks(warps);
+}
+
 void make_ready(Thread &thread) { ready.put(&thread); }
 
 static void run(Context &from, Thread &thread) {
   machine.thread = &thread;
   threadIdx = thread.index;
   ++machine.stats.switches;
+  machine.block = thread.block;
+  blockIdx = thread.block->index;
   change(from, thread.context);
 }
 
@@ -153,9 +187,14 @@ void start_first(Context &launcher) { run(launcher, *ready.take()); }
 void run_next() {
   Thread *self = machine.thread;
   if (machine.pace == Pace::RANDOM && !machine.pending.empty() && machine.random.below(32) == 0) run_operation();
-  while (ready.empty() && !machine.pending.empty()) run_operation();
+  if (ready.empty()) wake_values();
+  while (ready.empty() && !machine.pending.empty()) {
+    run_operation();
+    if (ready.empty()) wake_values();
+  }
   if (ready.empty()) {
-    if (machine.block->alive) deadlock();
+    const auto alive = [](const auto &block) { return block->alive > 0; };
+    if (std::any_of(machine.residents.begin(), machine.residents.end(), alive)) deadlock();
     change(self->context, machine.launcher);
   }
   Thread *next = ready.take();
@@ -181,8 +220,35 @@ void wake(Object &object) {
 }
 
 void submit(Operation &operation) {
+  operation.block = machine.block;
   if (machine.pace == Pace::EAGER) return operation.run();
   machine.pending.push_back(&operation);
+}
+
+std::string Value::state() const {
+  return format("for %s to be %u, it is %u", describe_address(number).c_str(), value, *number);
+}
+
+void wake_values() {
+  for (auto at = machine.values.begin(); at != machine.values.end();) {
+    Value &value = at->second;
+    if (value.there()) {
+      wake(value);
+      at = machine.values.erase(at);
+    } else {
+      ++at;
+    }
+  }
+}
+
+void acquire_when(const uint32_t *global, uint32_t value, Loc loc) {
+  check_global(global, sizeof *global, "acquire", loc);
+  while (*global != value) {
+    Value &awaited = machine.values[{global, value}];
+    awaited.number = global;
+    awaited.value = value;
+    wait_for(awaited, loc);
+  }
 }
 
 }  // namespace emu

@@ -1,7 +1,9 @@
-// The state of a launch: the machine, the block that it runs, its warps and threads. Internal to the runtime.
+// The state of a launch: the machine, the blocks that are on it, their warps and threads. Internal to the runtime.
 #pragma once
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -47,6 +49,7 @@ struct Thread {
   Index index;
   int number;  // in the block
   Warp *warp;
+  Block *block;
   Copies copies;
   Object *waits_for = nullptr;
   Loc waits_at;
@@ -67,6 +70,7 @@ struct Meeting : Object {
 
 struct Warp {
   int number;
+  int rank = 0;  // among those of all residents, where the order of threads is one of warps
   uint32_t exited = 0;
   Meeting meeting;
   Clock clock;
@@ -98,6 +102,15 @@ struct Block {
   int alive = 0;
 };
 
+// A value of a number in global memory that threads of any block wait for.
+struct Value : Object {
+  const uint32_t *number = nullptr;
+  uint32_t value = 0;
+
+  bool there() const { return *number == value; }
+  std::string state() const override;
+};
+
 // splitmix64 (Steele, Lea and Flood 2014).
 struct Random {
   uint64_t state;
@@ -117,9 +130,12 @@ struct Machine {
   Pace pace;
   EmuStats stats;
   Failure failure;
-  Context launcher;          // of emu_launch, which continues when a block is done or the launch has failed
+  Context launcher;          // of emu_launch, which continues when a block can begin or the launch is over
   Thread *thread = nullptr;  // that runs
-  std::unique_ptr<Block> block;
+  Block *block = nullptr;    // of that thread
+  std::vector<std::unique_ptr<Block>> residents;                  // that are on the machine together
+  std::vector<Index> waiting;                                     // blocks that have not begun, the next one last
+  std::map<std::pair<const uint32_t *, uint32_t>, Value> values;  // that somebody has waited for
   std::vector<Operation *> pending;
   Context *inspector = nullptr;  // asks a waiting thread for its trace, see deadlock
   Trace inspected;
@@ -127,12 +143,14 @@ struct Machine {
 extern Machine machine;
 
 // The scheduler.
-void clear_ready(int threads);
+void clear_ready();                // and ranks the warps of all residents
+void reorder(const Block &block);  // ranks its warps anew among themselves
 void make_ready(Thread &thread);
-void start_first(Context &launcher);     // until all have exited or the launch has failed
+void start_first(Context &launcher);     // until a block can begin or the launch is over
 void run_next();                         // leaves the running thread, which waits or has exited
 void wait_for(Object &object, Loc loc);  // until wake
 void wake(Object &object);
+void wake_values();                 // who waits for one that is there
 void submit(Operation &operation);  // to happen at the machine's pace
 
 // Of a thread that ends: who waited for the others only goes on, and what it left undone fails.
