@@ -26,6 +26,12 @@ struct EmuStats {
 void *emu_alloc(size_t bytes, const char *name, int fill_nan);
 void emu_free(void *pointer);
 
+// cuTensorMapEncodeTiled: the same arguments and refusals, and a map of the same 128 bytes that the emulator's copies
+// read. Returns null, or why there is no such map.
+const char *emu_tensor_map(void *map, int dtype, unsigned rank, void *address, const unsigned long long *size,
+                           const unsigned long long *strides, const unsigned *box, const unsigned *steps,
+                           int interleave, int swizzle, int promotion, int fill);
+
 // Runs a kernel on params (copied, 64-byte aligned). The seed chooses the order of blocks and threads and when
 // asynchronous operations happen: seed % 4 is random, first in first out, last in first out, or a strict order of
 // warps; seed / 4 % 3 is as late as possible, at random, or at once; 3 - (seed + seed / 12) % 3 blocks run at a time.

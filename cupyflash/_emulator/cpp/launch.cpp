@@ -8,6 +8,7 @@
 
 #include "precise.h"
 #include "state.h"
+#include "warpgroup.h"
 
 namespace emu {
 
@@ -36,9 +37,11 @@ void thread_main() {
   Thread &self = *machine.thread;
   machine.kernel(machine.params);
   leave_copies();
+  leave_stores();
+  leave_warpgroup();
   leave_warp();
   self.exited = true;
-  --machine.block->alive;
+  if (--machine.block->alive == 0) leave_loads();
   leave_barrier();
   if (!self.block->alive) finish(*self.block);
   run_next();
@@ -58,6 +61,11 @@ void make_block(Block &block, size_t first, unsigned threads, size_t shared_byte
     block.warps.push_back(std::make_unique<Warp>());
     block.warps.back()->number = static_cast<int>(w);
   }
+  for (unsigned g = 0; g < threads / 128; ++g) {
+    block.warpgroups.push_back(std::make_unique<Warpgroup>());
+    block.warpgroups.back()->number = static_cast<int>(g);
+    block.warpgroups.back()->readers.resize((Shared::BASE + shared_bytes + 15) / 16);
+  }
   for (unsigned t = 0; t < threads; ++t) {
     auto thread = std::make_unique<Thread>();
     thread->block = &block;
@@ -65,7 +73,7 @@ void make_block(Block &block, size_t first, unsigned threads, size_t shared_byte
     thread->index = {t, 0, 0};
     thread->number = static_cast<int>(t);
     thread->warp = block.warps[t / 32].get();
-    thread->copies.thread = thread.get();
+    thread->copies.thread = thread->stores.thread = thread.get();
     block.threads.push_back(std::move(thread));
   }
 }
@@ -78,6 +86,8 @@ void start(Block &block) {
   memset(block.shared.memory.begin(), NAN_BYTE, block.shared.memory.bytes());
   block.proxy.clear();
   block.mbarriers.clear();
+  for (NamedBarrier &barrier : block.named_barriers) barrier = {};
+  block.registers.start(block.alive);
   uint32_t now = 0;
   for (const auto &warp : block.warps) now = std::max(now, warp->clock.time[warp->number]);
   for (const auto &warp : block.warps) {
@@ -85,10 +95,11 @@ void start(Block &block) {
     warp->clock.start(now, block.mbarriers.ended, warp->number);
     warp->synced = now;
   }
+  for (const auto &group : block.warpgroups) group->reset();
   reorder(block);
   for (const auto &thread : block.threads) {
     thread->exited = false;
-    thread->copies.committed = 0;
+    thread->copies.committed = thread->stores.committed = 0;
     thread->stack.refill();
     prepare(thread->context, thread->stack, thread_main);
     make_ready(*thread);
@@ -138,6 +149,7 @@ void launch(Index grid, unsigned block, unsigned shared_bytes, const void *param
   std::vector<Line> copy((params_bytes + 63) / 64);
   memcpy(copy.data(), params, params_bytes);
   machine.params = copy.data();
+  machine.seed = seed;
   machine.random = {seed};
   machine.order = static_cast<Order>(seed % 4);
   machine.pace = static_cast<Pace>(seed / 4 % 3);

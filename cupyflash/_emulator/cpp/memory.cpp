@@ -128,10 +128,14 @@ bool in_global(const void *address, size_t bytes, const char *access) {
   return found;
 }
 
-void check_global(const void *address, size_t bytes, const char *instruction, Loc loc) {
+void check_range(const void *address, size_t bytes, const char *instruction, Loc loc) {
   const Allocation *found = find(address);
   if (!found || !found->memory.holds(address, bytes))
     fail(loc, "%s of %zu bytes at %s", instruction, bytes, describe_address(address).c_str());
+}
+
+void check_global(const void *address, size_t bytes, const char *instruction, Loc loc) {
+  check_range(address, bytes, instruction, loc);
   if (reinterpret_cast<uintptr_t>(address) % bytes)
     fail(loc, "%s at %s, which is not %zu-byte aligned", instruction, describe_address(address).c_str(), bytes);
 }

@@ -53,6 +53,9 @@ std::string describe_address(const void *address);
 bool in_global(const void *address, size_t bytes, const char *access);
 
 // Fails unless bytes of global memory lie in one allocation.
+void check_range(const void *address, size_t bytes, const char *instruction, Loc loc);
+
+// The same, aligned to their number.
 void check_global(const void *address, size_t bytes, const char *instruction, Loc loc);
 
 // Fails when something was written beside an allocation.

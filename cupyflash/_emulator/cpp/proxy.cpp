@@ -46,11 +46,14 @@ const unsigned char *begin_proxy_read(uint32_t address, uint32_t bytes, uint32_t
   block.shared.at(address, bytes, alignment, access.name, access.loc);
   const uint32_t offset = address - Shared::BASE;
   block.shadow.begin_read(offset, bytes, access);
+  const unsigned char *seen = block.proxy.bytes(offset), *plain = block.shared.memory.begin() + offset;
+  if (memcmp(seen, plain, bytes))
+    fail(access.loc, "%s reads shared memory %+ld, which was stored to, and no fence.proxy.async stands between",
+         access.name, static_cast<long>(std::mismatch(seen, seen + bytes, plain).first - seen + offset));
   for (uint32_t at = offset / Proxy::CHUNK * Proxy::CHUNK; at < offset + bytes; at += Proxy::CHUNK)
     if (!block.proxy.changed(at))
-      fail(access.loc, "%s reads shared memory %+ld, where neither a copy nor a store before a fence.proxy.async wrote",
-           access.name, static_cast<long>(at));
-  return block.proxy.bytes(offset);
+      fail(access.loc, "%s reads shared memory %+ld, which nobody wrote", access.name, static_cast<long>(at));
+  return seen;
 }
 
 void end_proxy_read(uint32_t address, uint32_t bytes, const Access &access) {

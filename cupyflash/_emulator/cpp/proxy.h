@@ -41,12 +41,9 @@ class Proxy {
 
 // The bytes that an instruction of the proxy reads from its issue on. Fails when they are out of bounds or not aligned,
 // when a copy into them is in flight, when nothing was written there, and when a barrier or fence lacks between a
-// write and this access (whose `proxy` is true).
+// write and this access (whose `proxy` is true): also after stores that the shadow has not seen.
 const unsigned char *begin_proxy_read(uint32_t address, uint32_t bytes, uint32_t alignment, const Access &access);
 // It has read them; until then nobody may write there. Of the warp that began, when it has waited.
 void end_proxy_read(uint32_t address, uint32_t bytes, const Access &access);
-
-// fence.proxy.async of this thread.
-void fence_proxy();
 
 }  // namespace emu

@@ -64,8 +64,31 @@ void mbarrier_arrive(uint32_t address, Loc loc);
 void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, Loc loc);
 void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc);
 
-// Parks until a number of global memory has a value.
-void acquire_when(const uint32_t *global, uint32_t value, Loc loc);
+// Copies by the bulk engine: loads arrive at a barrier, stores are in groups of their thread. Boxes of tensors are at
+// four coordinates. A wait is for the reading of the source, or also for the writing.
+void tensor_prefetch(const void *map, Loc loc);
+void tensor_load(uint32_t shared, const void *map, uint32_t barrier, const int (&at)[4], Loc loc);
+void tensor_store(const void *map, uint32_t shared, const int (&at)[4], Loc loc);
+void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc loc);
+void bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier, Loc loc);
+void bulk_store(void *global, uint32_t shared, uint32_t bytes, Loc loc);
+void bulk_reduce_add(float *global, uint32_t shared, uint32_t bytes, Loc loc);
+void bulk_commit();
+void bulk_wait(int pending, bool until_written, Loc loc);
+void fence_proxy();
+
+// Barriers of some threads of a block, by number; the lane that is elected; the registers of a thread.
+void named_barrier_sync(uint32_t id, uint32_t threads, Loc loc);
+void named_barrier_arrive(uint32_t id, uint32_t threads, Loc loc);
+extern const Instruction ELECT;  // of a bool
+void set_registers(int registers, bool increase, Loc loc);
+
+// Numbers in global memory that blocks share.
+uint32_t atomic_add(uint32_t *global, uint32_t x, Loc loc);
+uint32_t atomic_inc(uint32_t *global, uint32_t last, Loc loc);
+void reduce_add(float *global, const float *x, uint32_t count, Loc loc);
+void release_add(uint32_t *global, uint32_t x, Loc loc);
+void acquire_when(const uint32_t *global, uint32_t value, Loc loc);  // parks until it is
 
 // Four 8 x 8 matrices of 16-bit elements: this lane's row, and what it receives.
 struct MatrixLoad {

@@ -9,6 +9,7 @@
 #include "abi.h"
 #include "emu.h"
 #include "fibers.h"
+#include "group.h"
 #include "mbarrier.h"
 #include "memory.h"
 #include "object.h"
@@ -16,11 +17,13 @@
 #include "report.h"
 #include "runtime.h"
 #include "shadow.h"
+#include "transfer.h"
 
 namespace emu {
 
 struct Thread;
 struct Warp;
+struct Warpgroup;
 
 // A cp.async of a thread that it has not waited for.
 struct Copy {
@@ -51,9 +54,11 @@ struct Thread {
   Warp *warp;
   Block *block;
   Copies copies;
+  Stores stores;
   Object *waits_for = nullptr;
   Loc waits_at;
   bool exited = false;
+  bool traps_invalid = false;  // operations of floats: it has wgmma in flight
   // fence.proxy.async: how many so far, and what the thread knew at the last.
   uint32_t fences = 0, fence_synced = 0;
   Clock fence_clock;
@@ -75,7 +80,6 @@ struct Warp {
   Meeting meeting;
   Clock clock;
   uint32_t synced = 0;  // its time at the last barrier of all lanes
-  int registers = 0;    // of a thread
 
   // What was done before is known to all lanes, after a barrier of all of them.
   void sync() { synced = clock.time[number]++; }
@@ -94,11 +98,15 @@ struct Block {
   Index index;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::unique_ptr<Warpgroup>> warpgroups;
   Barrier barrier;
+  NamedBarrier named_barriers[NamedBarrier::COUNT];
+  RegisterPool registers;
   Shared shared;
   Shadow shadow;  // of shared memory
   Proxy proxy;
   MBarriers mbarriers;
+  std::list<Load> loads;  // in flight
   int alive = 0;
 };
 
@@ -125,6 +133,7 @@ enum class Pace { LAZY, RANDOM, EAGER };            // of asynchronous operation
 struct Machine {
   void (*kernel)(const void *params);
   const void *params;
+  uint64_t seed;
   Random random;
   Order order;
   Pace pace;
@@ -157,5 +166,8 @@ void submit(Operation &operation);  // to happen at the machine's pace
 void leave_barrier();
 void leave_warp();
 void leave_copies();
+void leave_stores();
+void leave_loads();  // of the block, with its last thread
+void leave_warpgroup();
 
 }  // namespace emu
