@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "precise.h"
 #include "state.h"
 
 namespace emu {
@@ -176,6 +177,7 @@ void make_ready(Thread &thread) { ready.put(&thread); }
 static void run(Context &from, Thread &thread) {
   machine.thread = &thread;
   threadIdx = thread.index;
+  trap_invalid(thread.traps_invalid);
   ++machine.stats.switches;
   machine.block = thread.block;
   blockIdx = thread.block->index;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "invalid.h"
 #include "state.h"
 
 namespace emu {
@@ -19,6 +20,8 @@ stack_t stack_before;
 alignas(16) unsigned char stack[256 << 10];
 
 std::string sentence(int signal, const siginfo_t &info, bool write) {
+  if (signal == SIGFPE && info.si_code == FPE_FLTINV)
+    return "arithmetic with an accumulator that a wgmma in flight owns";
   if (signal == SIGFPE) return "division by zero";
   if (signal == SIGILL) return "a trap";
   const Thread &self = *machine.thread;
@@ -32,6 +35,8 @@ void handle(int signal, siginfo_t *info, void *context) {
       if (SIGNALS[i] == signal) sigaction(signal, &before[i], nullptr);
     return;
   }
+  if (signal == SIGFPE && info->si_code == FPE_FLTINV && !reads_accumulator_in_flight(context))
+    return mask_invalid(context);
   bool write = false;
   Trace trace = trace_here();
 #if defined(__x86_64__)
