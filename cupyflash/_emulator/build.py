@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import _cache, _jit
+from .. import _cache, _driver, _jit
 from .._launch import Launch
 from ..errors import CompileFailed, DeviceUnavailable
 from .stats import Counters
@@ -81,6 +81,8 @@ def runtime() -> ctypes.CDLL:
     library.emu_alloc.argtypes = [ctypes.c_size_t, ctypes.c_char_p, ctypes.c_int]
     library.emu_free.restype = None
     library.emu_free.argtypes = [ctypes.c_void_p]
+    library.emu_tensor_map.restype = ctypes.c_char_p
+    library.emu_tensor_map.argtypes = _driver.SIGNATURES["cuTensorMapEncodeTiled"]
     library.emu_launch.restype = ctypes.c_int
     library.emu_launch.argtypes = [
         ctypes.c_void_p, *[ctypes.c_uint] * 5, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong,

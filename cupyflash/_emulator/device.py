@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from .._array import HOST, Array, contiguous_strides
 from .._launch import EMULATOR, Launch
 from .._problem import Operands, Problem
 from ..errors import InvalidArgument, KernelFault
-from . import build
+from . import build, tensor_maps
 from .memory import Memory
 from .stats import Counters, Stats
 
@@ -21,6 +22,7 @@ __all__ = ["Session", "run", "session"]
 OUTPUTS = ("out",)  # of the operands of a call
 MESSAGE_BYTES = 1 << 14
 PARAMS_ALIGNMENT = 64  # CUDA Driver API, "cuTensorMapEncodeTiled": of a tensor map in Params
+MULTIPROCESSORS = 3  # few, so that a block of a persistent kernel computes several tiles
 
 _lock = threading.Lock()  # the runtime runs one launch at a time
 
@@ -46,16 +48,17 @@ def run(launch: Launch, seed: int) -> Stats:
         The kernel did what it must not; the message names the line.
     """
     runtime, unit = build.runtime(), build.unit(launch)
-    size = len(launch.params)
+    content = launch.complete(tensor_maps.encode)
+    size = len(content)
     assert size == unit.params_bytes, f"Params of {unit.params_bytes} bytes, {size} were packed"
     storage = ctypes.create_string_buffer(size + PARAMS_ALIGNMENT)
     params = -(-ctypes.addressof(storage) // PARAMS_ALIGNMENT) * PARAMS_ALIGNMENT
-    ctypes.memmove(params, launch.params, size)
+    ctypes.memmove(params, content, size)
     counters, message = Counters(), ctypes.create_string_buffer(MESSAGE_BYTES)
-    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    grid, threads = launch.blocks(MULTIPROCESSORS), math.prod(launch.block)
     with _lock:
         failed = runtime.emu_launch(
-            unit.kernel, *launch.grid, threads, launch.shared_bytes, params, size, seed,
+            unit.kernel, *grid, threads, launch.shared_bytes, params, size, seed,
             ctypes.byref(counters), message, MESSAGE_BYTES,
         )  # fmt: skip
     if failed:

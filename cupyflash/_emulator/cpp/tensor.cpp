@@ -24,7 +24,8 @@ bool aligned(const void *address, uintptr_t alignment) { return reinterpret_cast
 
 // The 16-byte chunks of a row permute with the rows of the pattern, by address.
 uint32_t swizzled(uint32_t address, uint32_t swizzle) {
-  return address ^ (address >> 7 & (SPANS[swizzle] / 16 - 1)) << 4;
+  const uint32_t chunks = SPANS[swizzle] / Chunk::BYTES;
+  return chunks ? address ^ (address >> 7 & (chunks - 1)) * Chunk::BYTES : address;
 }
 
 const TensorMap &checked(const void *map, const char *name, Loc loc) {
