@@ -13,7 +13,7 @@ from . import _driver
 from ._array import ITEMSIZES, Array
 from .errors import InvalidArgument
 
-__all__ = ["BYTES", "MAX_STRIDE", "TensorMap", "encode", "moving", "of", "refusal"]
+__all__ = ["BYTES", "MAX_STRIDE", "TensorMap", "encode", "encode_by", "moving", "of", "refusal"]
 
 BYTES = 128  # of a CUtensorMap
 ALIGNMENT = 64  # of the address that the driver writes it to
@@ -115,14 +115,17 @@ def encode(tensor: TensorMap) -> bytes:
     DeviceUnavailable
         There is no driver, or it refused.
     """
+    return encode_by(functools.partial(_driver.call, "cuTensorMapEncodeTiled"), tensor)
+
+
+def encode_by(write: Callable[..., None], tensor: TensorMap) -> bytes:
+    """Return the bytes of a map as a function writes them that takes the driver's arguments."""
     if reason := refusal(tensor):
         raise InvalidArgument(f"a tensor map {reason}")
     dtype, rank, *view = _operands(*tensor[1:])
     room = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(room) % ALIGNMENT
-    _driver.call(
-        "cuTensorMapEncodeTiled", ctypes.byref(room, start), dtype, rank, tensor.pointer, *view
-    )
+    write(ctypes.byref(room, start), dtype, rank, tensor.pointer, *view)
     return room.raw[start : start + BYTES]
 
 
