@@ -1,42 +1,77 @@
 """Run the named suites and write ``bench/results/<card>-<date>-<suite>.json``.
 
-    python bench/run.py generic host          # on a GPU
-    python bench/run.py cpu                   # anywhere
+    python bench/run.py generic host                             # on a GPU
+    python bench/run.py hopper --without fa4                     # on a Hopper GPU
+    python bench/run.py hopper --rows "D128 causal" --peers fa3  # a part of it
+    python bench/run.py cpu                                      # anywhere
 
-A finished suite is written at once, so that an interrupted run keeps what it has.
+The file is written after each problem, so that an interrupted run keeps what it has.
 """
 
+import dataclasses
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 
+from cupyflash import CupyflashError
 from cupyflash._bench import results, sweep
 from cupyflash._bench.run import Effort
-from cupyflash._bench.suites import suites
+from cupyflash._bench.suites import EFFORTS, narrowed, suites
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, type=click.Choice(sorted(suites())))
-@click.option("--rounds", default=5, show_default=True, help="Rounds, each of everyone in turn.")
-@click.option("--budget", default=0.1, show_default=True, help="Seconds per round and column.")
+@click.option("--rows", default="", help="Only problems whose text this expression is found in.")
+@click.option("--peers", default="", help="Comma list: only these, or none.")
+@click.option("--without", default="", help="Comma list of peers to leave out.")
+@click.option("--kernel", help="Force one of our kernels.")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds, each of everyone in turn.")
+@click.option("--budget", type=click.FloatRange(0, min_open=True), help="Seconds per turn.")
 @click.option("--commit", help="Commit to record, where the tree here has no history.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path), help="Folder to write to.")
-def main(names: tuple[str, ...], rounds: int, budget: float, commit: str | None, out: Path) -> None:
+def main(
+    names: tuple[str, ...],
+    rounds: int | None,
+    budget: float | None,
+    commit: str | None,
+    out: Path,
+    **parts: Any,
+) -> None:
     """Measure the suites NAMES, and exit with 1 if cupyflash failed in any."""
     failed = False
     for name in names:
-        effort = Effort(rounds, budget)
-        document = sweep.document(name, sweep.named(name), effort, tell, commit)
-        path = out / results.file_name(document["env"], name)
-        results.save(document, path)
+        begin = time.perf_counter()
+        effort = EFFORTS.get(name, Effort())
+        effort = dataclasses.replace(
+            effort, rounds=rounds or effort.rounds, budget_s=budget or effort.budget_s
+        )
+        try:
+            groups = sweep.installed(narrowed(sweep.named(name), **parts), tell)
+            if not groups:
+                raise click.UsageError(f"no problem of {name} is found by --rows {parts['rows']}")
+            document = sweep.document(
+                name, groups, effort, tell, commit, lambda part, name=name: save(part, out, name)
+            )
+        except CupyflashError as error:
+            raise click.ClickException(str(error)) from error
+        path = save(document, out, name)
         click.echo(results.markdown(document["rows"]))
         for fault in results.faults(document["rows"]):
             tell(fault)
-        tell(str(path))
+        tell(f"{path}, after {time.perf_counter() - begin:.0f} s")
         failed |= results.own_failed(document["rows"])
     raise SystemExit(int(failed))
+
+
+def save(document: results.Document, out: Path, suite: str) -> Path:
+    """Write a results file, and return its path."""
+    path = out / results.file_name(document["env"], suite)
+    results.save(document, path)
+    return path
 
 
 def tell(text: str) -> None:

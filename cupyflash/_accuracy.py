@@ -22,7 +22,7 @@ import numpy as np
 from . import reference
 from ._packed import Packed, Span
 
-__all__ = ["Verdict", "assert_accurate", "gradients_verdict", "verdict"]
+__all__ = ["Expected", "Verdict", "assert_accurate", "expected", "gradients_verdict", "verdict"]
 
 
 class Verdict(NamedTuple):
@@ -53,6 +53,29 @@ def verdict(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> Verdi
     **options
         The options of the call, see `reference.Options`.
     """
+    return expected(q, k, v, **options).verdict(out, lse)
+
+
+class Expected(NamedTuple):
+    """What a call of attention should give, and how far off an element may be."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dtypes: tuple[Any, Any]  # of the two
+    bound: np.ndarray
+    lse_bound: np.ndarray
+
+    def verdict(self, out: Any, lse: Any) -> Verdict:
+        """Hold a result against it; `lse` may be None."""
+        of_out = _compare("out", out, self.out, self.dtypes[0], self.bound)
+        if lse is None:
+            return _conclude(of_out)
+        of_lse = _compare("lse", lse, self.lse, self.dtypes[1], self.lse_bound)
+        return _conclude(of_out, of_lse)._replace(error=of_out.error, lse_error=of_lse.error)
+
+
+def expected(q: Any, k: Any, v: Any, **options: Any) -> Expected:
+    """Return what `verdict` holds results of one call against, to judge several of them."""
     packed = Packed(q, k, v, options)
     ref, ref_lse = reference.attention(q, k, v, **options)
     plain, plain_lse = reference.plain(q, k, v, **options)
@@ -60,14 +83,10 @@ def verdict(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> Verdi
     worst = _worst(packed.pack(_distance(plain, ref)), packed.pack(terms), packed.spans_q)
     allowed = 2 * packed.unpack(worst, packed.shape_q) + _roundoff(plain.dtype) * terms
     bound = np.where(terms == 0, 0, allowed)
-    of_out = _compare("out", out, ref, plain.dtype, bound)
-    if lse is None:
-        return _conclude(of_out)
     worst = _largest(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
     allowed = 2 * packed.unpack_lse(worst[..., 0].T)
-    bound = allowed + 1e-5 * np.maximum(1, np.abs(ref_lse))
-    of_lse = _compare("lse", lse, ref_lse, plain_lse.dtype, bound)
-    return _conclude(of_out, of_lse)._replace(error=of_out.error, lse_error=of_lse.error)
+    lse_bound = allowed + 1e-5 * np.maximum(1, np.abs(ref_lse))
+    return Expected(ref, ref_lse, (plain.dtype, plain_lse.dtype), bound, lse_bound)
 
 
 def gradients_verdict(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyflash import InvalidArgument, reference
-from cupyflash._bench import environment, peers, results, run, runner, suites, timing, truth
+from cupyflash._bench import environment, peers, results, run, runner, suites, sweep, timing, truth
 from cupyflash._bench.case import DTYPES, Case, mask_options, short_dtype, split_masks
 
 SMALL = Case("fp32", 1, 70, 70, 2, 1, 16, 16, "causal")
@@ -39,6 +39,11 @@ def broken(case: Case, arrays: runner.Arrays, device: str) -> runner.Runner:
 
 def unfit(case: Case, arrays: runner.Arrays, device: str) -> runner.Runner:
     raise runner.Unfit("it has no sliding windows")
+
+
+def measured(group: run.Group, effort: run.Effort = QUICK) -> list[dict]:
+    """Return the rows of a group's first case."""
+    return next(run.run("test", [group], effort, lambda text: None))
 
 
 # --- cases ---
@@ -182,7 +187,7 @@ def test_the_rows_checked_are_the_rows_of_the_whole_problem(mask: str) -> None:
 def test_a_wrong_result_is_an_error_of_ours_and_a_note_of_a_peer(monkeypatch) -> None:
     monkeypatch.setattr(run, "cupyflash", lambda *a, **_: oracle(*a, fault=0.1))
     group = run.Group((SMALL,), (peer("fa2", lambda *a: oracle(*a, fault=0.1)),), "cpu")
-    own, other = run.run("test", [group], QUICK, lambda text: None)
+    own, other = measured(group)
     assert own["error"].startswith("wrong:")
     assert own["kernel_us"] is None
     assert other["note"].startswith("wrong:")
@@ -192,7 +197,7 @@ def test_a_wrong_result_is_an_error_of_ours_and_a_note_of_a_peer(monkeypatch) ->
 
 def test_a_peer_that_fails_gives_a_row_with_its_error() -> None:
     group = run.Group((SMALL,), (peer("fa3", broken), peer("fa4", unfit)), "cpu")
-    own, fa3, fa4 = run.run("test", [group], QUICK, lambda text: None)
+    own, fa3, fa4 = measured(group)
     assert "error" not in own
     assert own["kernel"] == "cpu"
     assert len(own["rounds_us"]) == 2
@@ -211,7 +216,7 @@ def test_a_peer_that_cannot_be_captured_has_a_call_time_only() -> None:
         return runner.Runner(built.call, Clock(), np.asarray)
 
     group = run.Group((SMALL,), (peer("jax", build),), "cpu")
-    row = run.run("test", [group], QUICK, lambda text: None)[1]
+    row = measured(group)[1]
     assert row["kernel_us"] is None
     assert row["call_us"] > 0
     assert "not captured: RuntimeError: operation not permitted" in row["note"]
@@ -221,7 +226,7 @@ def test_everyone_is_timed_in_every_round_in_rotating_order(monkeypatch) -> None
     order: list[str] = []
     monkeypatch.setattr(run, "time_once", lambda entry, budget_s: order.append(entry.impl))
     group = run.Group((SMALL,), (peer("a", oracle), peer("b", oracle)), "cpu")
-    run.run("test", [group], run.Effort(rounds=4, preheat_s=0), lambda text: None)
+    measured(group, run.Effort(rounds=4, preheat_s=0))
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert turns == [
         ["cupyflash", "a", "b"],
@@ -233,7 +238,7 @@ def test_everyone_is_timed_in_every_round_in_rotating_order(monkeypatch) -> None
 
 def test_rows_have_the_fields_of_the_design() -> None:
     group = run.Group((SMALL,), (), "cpu")
-    (row,) = run.run("test", [group], QUICK, lambda text: None)
+    (row,) = measured(group)
     fields = {
         "suite", "pass", "impl", "kernel", "dtype", "batch", "len_q", "len_k", "heads_q",
         "heads_k", "head_dim", "head_dim_v", "mask", "options", "kernel_us", "call_us", "tflops",
@@ -272,33 +277,54 @@ def test_peers_of_the_cpu_are_right(name: str, mask: str) -> None:
     pytest.importorskip("jax" if name == "jax" else "torch")
     case = Case("fp32", 2, 40, 40, 4, 2, 16, 16, mask)
     group = run.Group((case,), (peers.PEERS[name],), "cpu")
-    row = run.run("test", [group], QUICK, lambda text: None)[1]
+    row = measured(group)[1]
     assert "error" not in row
     assert "wrong" not in row.get("note", "")
     assert row["max_error"] < 1e-5
 
 
-@pytest.mark.frameworks
-@pytest.mark.parametrize("mask", ["full", "causal", "window:5,3"])
-@pytest.mark.parametrize("name", ["fa2", "flex", "fa4"])
-def test_peers_of_the_gpu_are_called_rightly(monkeypatch, name: str, mask: str) -> None:
-    """Their builders on CPU tensors, with a stand-in where the library is for GPUs only."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+def stand_in_for_flash_attention(monkeypatch) -> None:
+    """Put modules in the place of FlashAttention-3 and -4 that compute on the CPU."""
+    import torch
 
     def flash_attn_func(q, k, v, causal=False, window_size=(None, None)):
         options = {"causal": causal, "window_size": window_size}
         out, lse = reference.attention(*(x.float().numpy() for x in (q, k, v)), **options)
-        return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+        dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
+        return torch.from_numpy(out).to(dtype), torch.from_numpy(lse)
 
-    fake = types.ModuleType("flash_attn.cute.interface")
-    fake.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", fake)
+    for name in ("flash_attn.cute.interface", "fa3_fwd_interface", "fa3_fwd._C"):
+        fake = types.ModuleType(name)
+        fake.flash_attn_func = flash_attn_func
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setitem(sys.modules, "fa3_fwd", types.ModuleType("fa3_fwd"))
+
+
+@pytest.mark.frameworks
+def test_a_peer_is_timed_on_fp8_where_ours_is_not_there(monkeypatch) -> None:
+    pytest.importorskip("torch")
+    stand_in_for_flash_attention(monkeypatch)
+    case = Case("e4m3", 2, 40, 40, 4, 2, 16, 16, "causal")
+    own, fa3, fa4 = measured(run.Group((case,), (peers.PEERS["fa3"], peers.PEERS["fa4"]), "cpu"))
+    assert own["error"].startswith("UnsupportedProblem")
+    assert fa3["kernel_us"] > 0
+    assert "note" not in fa3
+    assert fa4["error"] == "unfit: it takes bf16 and fp16, not e4m3"
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("mask", ["full", "causal", "window:5,3"])
+@pytest.mark.parametrize("name", ["fa2", "flex", "fa3", "fa4"])
+def test_peers_of_the_gpu_are_called_rightly(monkeypatch, name: str, mask: str) -> None:
+    """Their builders on CPU tensors, with a stand-in where the library is for GPUs only."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    stand_in_for_flash_attention(monkeypatch)
     group = run.Group((Case("bf16", 2, 40, 40, 4, 2, 16, 16, mask),), (peers.PEERS[name],), "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled
-        row = run.run("test", [group], QUICK, lambda text: None)[1]
-    if name == "fa2" and mask.startswith("window"):
+        row = measured(group)[1]
+    if name in ("fa2", "fa3") and mask.startswith("window"):
         assert row["error"] == "unfit: it has no sliding windows"
         return
     assert "error" not in row
@@ -423,3 +449,81 @@ def test_suites_hold_the_rows_that_the_bars_are_set_on() -> None:
             assert case.heads_q * case.head_dim == 2048
     assert [p.name for p in bf16.peers] == ["fa2"]
     assert [p.name for p in fp32.peers] == ["efficient"]
+
+
+def test_the_hopper_suite_holds_the_rows_of_the_kernel() -> None:
+    cases = [case for group in suites.hopper() for case in group.cases]
+    assert len(set(cases)) == len(cases) == 49
+    bf16 = {
+        (c.head_dim, c.len_q, c.mask)
+        for c in cases
+        if (c.dtype, c.heads_k, c.head_dim_v) == ("bf16", 2048 // c.head_dim, c.head_dim)
+    }
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    squares = {(d, s, m) for d in (64, 128, 256) for s in lengths for m in ("full", "causal")}
+    assert bf16 == squares | {(128, 8192, "window:1024,0")}
+    assert all(case.batch * case.len_q == 16384 for case in cases)
+    others = [case for case in cases if case.dtype != "bf16" or case.heads_k == 2]
+    assert {str(case) for case in others} == {
+        f"{problem} {mask}"
+        for mask in ("full", "causal")
+        for problem in (
+            "bf16 B2 S8192 H16/2 D128",
+            "fp16 B2 S8192 H16 D128",
+            "e4m3 B2 S8192 H32 D64",
+            "e4m3 B2 S8192 H16 D128",
+            "e4m3 B2 S8192 H8 D256",
+        )
+    }
+    assert sum((case.head_dim, case.head_dim_v) == (192, 128) for case in cases) == 2
+
+
+def test_a_part_of_a_suite_by_rows_and_peers() -> None:
+    groups = suites.hopper()
+    (group,) = suites.narrowed(groups, rows="bf16 .*S8192 H16 D128 causal", without="fa4")
+    assert [str(case) for case in group.cases] == ["bf16 B2 S8192 H16 D128 causal"]
+    assert [peer.name for peer in group.peers] == ["fa3", "cudnn", "fa2"]
+    (group,) = suites.narrowed(groups, rows="fp16", peers="cudnn,fa3", kernel="x")
+    assert [peer.name for peer in group.peers] == ["cudnn"]
+    assert group.kernel == "x"
+    assert not any(group.peers for group in suites.narrowed(groups, peers="none"))
+    assert suites.narrowed(groups, rows="no such row") == ()
+    for part, words in [({"rows": "("}, "`rows` must be"), ({"without": "fa9"}, "`peers` must be")]:
+        with pytest.raises(InvalidArgument, match=words):
+            suites.narrowed(groups, **part)
+
+
+def test_absent_peers_are_told_once_and_left_out() -> None:
+    there = peers.Peer("there", "", (), ("cpu",), oracle)
+    absent = peers.Peer("absent", "", ("no_such_package",), ("cpu",), oracle)
+    groups = tuple(run.Group((SMALL,), (absent, there), "cpu") for _ in range(2))
+    told: list[str] = []
+    assert [g.peers for g in sweep.installed(groups, told.append)] == [(there,), (there,)]
+    assert told == ["absent is not installed: it is left out"]
+
+
+def test_what_there_is_is_kept_after_each_case() -> None:
+    kept: list[int] = []
+    groups = (run.Group((SMALL, SMALL), (), "cpu"),)
+    document = sweep.document(
+        "test", groups, QUICK, str, keep=lambda part: kept.append(len(part["rows"]))
+    )
+    assert kept == [1, 2]
+    assert len(document["rows"]) == 2
+
+
+def test_inputs_are_drawn_once_for_cases_of_one_size() -> None:
+    cases = [Case("bf16", 1, 8, 8, heads, heads, 32 // heads, 32 // heads) for heads in (2, 4)]
+    first, second = (case.shared_inputs() for case in cases)
+    assert all(map(np.shares_memory, first, second))
+    assert not np.array_equal(first[0], first[1])
+    assert [x.shape for x in second] == [(1, 8, 4, 8)] * 3
+
+
+def test_the_oracle_is_asked_once_for_all_results_of_a_case(monkeypatch) -> None:
+    asked = []
+    plain = reference.plain
+    monkeypatch.setattr(reference, "plain", lambda *a, **o: asked.append(1) or plain(*a, **o))
+    group = run.Group((SMALL,), (peer("a", oracle), peer("b", oracle)), "cpu")
+    assert all("error" not in row for row in measured(group))
+    assert len(asked) == 4  # the first and last rows of the first and last head

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .. import reference
 from .._explain import Request, resolve
 from ..errors import InvalidArgument
 from ..masks import Band
@@ -18,6 +21,7 @@ DTYPES: dict[str, np.dtype] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _LONG_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
 _WINDOW = re.compile(r"window:(-?\d+),(-?\d+)")
@@ -50,6 +54,12 @@ def mask_options(mask: str) -> dict[str, Any]:
 def both(first: int, second: int, between: str) -> str:
     """Return two sizes as text, as one where they are equal."""
     return str(first) if first == second else f"{first}{between}{second}"
+
+
+@functools.lru_cache(maxsize=8)
+def normal(dtype: str, size: int, seed: int) -> np.ndarray:
+    """Return standard normal numbers; the suites' large arrays take a second each."""
+    return np.random.default_rng(seed).standard_normal(size, np.float32).astype(DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,26 @@ class Case:
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""
-        shapes = (
+        dtype = DTYPES[self.dtype]
+        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in self.shapes)
+        return q, k, v
+
+    def shared_inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the like in memory that all cases of as many elements share: only to be read."""
+        q, k, v = (
+            normal(self.dtype, math.prod(shape), seed).reshape(shape)
+            for seed, shape in enumerate(self.shapes, 2026)
+        )
+        return q, k, v
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of q, k and v."""
+        return (
             (self.batch, self.len_q, self.heads_q, self.head_dim),
             (self.batch, self.len_k, self.heads_k, self.head_dim),
             (self.batch, self.len_k, self.heads_k, self.head_dim_v),
         )
-        dtype = DTYPES[self.dtype]
-        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
-        return q, k, v
 
     def pairs(self) -> float:
         """Count the (query, key) pairs of one head; a square causal mask counts as half of all."""
@@ -127,6 +149,7 @@ class Case:
 
     def bytes(self) -> int:
         """Count the bytes of q, k, v and the output: what a forward pass cannot help but move."""
-        rows_q = self.batch * self.len_q * self.heads_q * (self.head_dim + self.head_dim_v)
-        rows_k = self.batch * self.len_k * self.heads_k * (self.head_dim + self.head_dim_v)
-        return (rows_q + rows_k) * DTYPES[self.dtype].itemsize
+        dtype = DTYPES[self.dtype]
+        read = sum(map(math.prod, self.shapes))
+        written = self.batch * self.len_q * self.heads_q * self.head_dim_v
+        return read * dtype.itemsize + written * reference.output_dtype(dtype).itemsize

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import InvalidArgument
 from .case import Case
 from .runner import (
@@ -29,7 +27,6 @@ from .runner import (
     first,
     torch_arrays,
     torch_clock,
-    torch_host,
     torch_sees_gpu,
 )
 
@@ -81,7 +78,7 @@ def sdpa(backend: str | None, case: Case, arrays: Arrays, device: str) -> Runner
     return Runner(
         call,
         torch_clock(device),
-        lambda out: torch_host(out.transpose(1, 2)),
+        lambda out: out.transpose(1, 2),
         context,
     )
 
@@ -104,7 +101,7 @@ def eager(case: Case, arrays: Arrays, device: str) -> Runner:
             scores = scores.masked_fill(hidden, -math.inf)
         return torch.softmax(scores, -1) @ v
 
-    return Runner(call, torch_clock(device), lambda out: torch_host(out.transpose(1, 2)))
+    return Runner(call, torch_clock(device), lambda out: out.transpose(1, 2))
 
 
 def flex(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -131,24 +128,24 @@ def flex(case: Case, arrays: Arrays, device: str) -> Runner:
         block_mask=block_mask,
         enable_gqa=case.heads_q != case.heads_k,
     )
-    return Runner(call, torch_clock(device), lambda out: torch_host(out.transpose(1, 2)))
+    return Runner(call, torch_clock(device), lambda out: out.transpose(1, 2))
 
 
 # --- others ---
 
 
 def fa3(case: Case, arrays: Arrays, device: str) -> Runner:
-    """Build FlashAttention-3 (the fa3-fwd wheel: bf16 only, no windows)."""
+    """Build FlashAttention-3 (the fa3-fwd wheel: bf16 and fp8, no windows)."""
     importlib.import_module("fa3_fwd._C")  # registers the operators that the interface calls
     interface = importlib.import_module("fa3_fwd_interface")
     refuse_windows(case)
-    refuse_dtypes(case, "bf16")
+    refuse_dtypes(case, "bf16", "e4m3")
     call = functools.partial(
         interface.flash_attn_func,
         *torch_arrays(arrays, device),
         causal=case.mask == "causal",
     )
-    return Runner(call, torch_clock(device), torch_host)
+    return Runner(call, torch_clock(device), first)
 
 
 def fa4(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -159,7 +156,7 @@ def fa4(case: Case, arrays: Arrays, device: str) -> Runner:
     if "window_size" in case.options:
         options["window_size"] = tuple(None if w < 0 else w for w in case.options["window_size"])
     call = functools.partial(interface.flash_attn_func, *torch_arrays(arrays, device), **options)
-    return Runner(call, torch_clock(device), torch_host)
+    return Runner(call, torch_clock(device), first)
 
 
 def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -186,7 +183,7 @@ def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
     return Runner(
         functools.partial(wrapper.run, q, k, v),
         torch_clock(device),
-        lambda out: torch_host(first(out).unflatten(0, (case.batch, case.len_q))),
+        lambda out: first(out).unflatten(0, (case.batch, case.len_q)),
     )
 
 
@@ -206,9 +203,7 @@ def jax_attention(case: Case, arrays: Arrays, device: str) -> Runner:
     )
     place = jax.devices("cpu" if device == "cpu" else "gpu")[0]
     q, k, v = (jax.device_put(x, place) for x in arrays)
-    return Runner(
-        functools.partial(attend, q, k, v), clock("jax"), lambda out: np.asarray(out, np.float64)
-    )
+    return Runner(functools.partial(attend, q, k, v), clock("jax"), first)
 
 
 # --- what peers refuse ---

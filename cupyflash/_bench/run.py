@@ -11,13 +11,12 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from .. import _jit, _kernels
+from ..errors import UnsupportedProblem
 from .case import Case
 from .peers import Peer
 from .runner import Arrays, Runner, Unfit, cupyflash
@@ -64,19 +63,19 @@ class Entry:
     call_rounds: list[float] = field(default_factory=list)
 
 
-def run(suite: str, groups: Iterable[Group], effort: Effort, progress: Progress) -> list[Row]:
-    """Measure every case of every group, and return the rows of a results file."""
-    rows = []
+def run(
+    suite: str, groups: Iterable[Group], effort: Effort, progress: Progress
+) -> Iterator[list[Row]]:
+    """Measure every case of every group, and yield the rows of each for a results file."""
     for group in groups:
         for case in group.cases:
             progress(str(case))
-            rows += [{"suite": suite, **row} for row in measure(case, group, effort)]
-    return rows
+            yield [{"suite": suite, **row} for row in measure(case, group, effort)]
 
 
 def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     """Check and time one case with cupyflash and every peer of the group."""
-    arrays = case.inputs(np.random.default_rng(2026))
+    arrays = case.shared_inputs()
     entries = [
         Entry("cupyflash", functools.partial(cupyflash, kernel=group.kernel, framework=framework))
         for framework in group.frameworks
@@ -113,7 +112,7 @@ def start(entry: Entry, case: Case, arrays: Arrays, device: str, truth: Truth) -
     with runner.context():
         result = runner.call()
         runner.clock.sync(result)
-        entry.max_error, wrong = truth.compare(runner.host(result))
+        entry.max_error, wrong = truth.compare(runner.view(result))
         if wrong and entry.impl == "cupyflash":
             entry.error = wrong
             return
@@ -177,11 +176,14 @@ def row_of(case: Case, entry: Entry, group: Group) -> Row:
 
 
 def kernel_name(case: Case, entry: Entry, group: Group) -> str | None:
-    """Return the row of the dispatch table that cupyflash takes; peers have none."""
+    """Return the row of the dispatch table that cupyflash takes, if any; peers have none."""
     if entry.impl != "cupyflash" or entry.runner is None:
         return None
     arch = None if group.device == "cpu" else _jit.compute_capability(0)
-    return _kernels.select(case.request(arch).problem, group.kernel).name
+    try:
+        return _kernels.select(case.request(arch).problem, group.kernel).name
+    except UnsupportedProblem:
+        return None
 
 
 def median(values: list[float]) -> float | None:

@@ -31,7 +31,7 @@ class Runner:
 
     call: Call
     clock: HostClock
-    host: Callable[[Any], np.ndarray]  # the call's result as (batch, len_q, heads, head_dim_v)
+    view: Callable[[Any], Any]  # the call's result as (batch, len_q, heads, head_dim_v), in place
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -45,16 +45,33 @@ def clock(name: str) -> HostClock:
     return {"torch": TorchClock, "cupy": CupyClock, "jax": JaxClock, "host": HostClock}[name]()
 
 
-def torch_arrays(arrays: Arrays, device: str) -> list[Any]:
-    """Copy NumPy arrays (bf16 as ml_dtypes) into torch tensors."""
+class OnDevice:
+    """The inputs of one case as torch tensors, made once for all that are timed on them."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Arrays, str] | None = None
+        self._tensors: list[Any] = []
+
+    def __call__(self, arrays: Arrays, device: str) -> list[Any]:
+        """Return copies of NumPy arrays (those of ml_dtypes too) on a device."""
+        if self._key is None or self._key[0] is not arrays or self._key[1] != device:
+            self._tensors.clear()  # before others are allocated
+            self._tensors[:] = (torch_tensor(x).to(device) for x in arrays)
+            self._key = arrays, device
+        return list(self._tensors)
+
+
+torch_arrays = OnDevice()
+
+
+def torch_tensor(x: np.ndarray) -> Any:
+    """Return a torch tensor on the memory of a NumPy array."""
     import torch
 
-    def tensor(x: np.ndarray) -> Any:
-        if x.dtype.name == "bfloat16":
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
-        return torch.from_numpy(x).to(device)
-
-    return [tensor(x) for x in arrays]
+    if x.dtype.kind != "V":
+        return torch.from_numpy(x)
+    words = torch.from_numpy(x.view(f"i{x.itemsize}"))
+    return words.view(getattr(torch, x.dtype.name))
 
 
 @functools.cache
@@ -72,9 +89,11 @@ def torch_clock(device: str) -> HostClock:
     return clock("host" if device == "cpu" else "torch")
 
 
-def torch_host(tensor: Any) -> np.ndarray:
-    """Copy a torch tensor to a float64 NumPy array."""
-    return first(tensor).detach().double().cpu().numpy()
+def to_host(x: Any) -> np.ndarray:
+    """Copy an array of any framework to NumPy; a torch tensor's elements become fp64."""
+    if hasattr(x, "detach"):
+        return x.detach().double().cpu().numpy()
+    return cupy_host(x) if hasattr(x, "get") else np.asarray(x)
 
 
 def cupy_array(x: np.ndarray) -> Any:
@@ -113,14 +132,11 @@ def cupyflash(
 ) -> Runner:
     """Build cupyflash's own call, on arrays of one framework."""
     framework = framework or own_framework(device)
-    host: Callable[[Any], np.ndarray] = np.asarray
     kind = "host" if device == "cpu" else framework
     q, k, v = arrays
     if framework == "torch":
         q, k, v = torch_arrays(arrays, device)
-        host = torch_host
     elif framework == "cupy":
         q, k, v = map(cupy_array, arrays)
-        host = cupy_host
     call = functools.partial(attention, q, k, v, **case.options, kernel=kernel)
-    return Runner(call, clock(kind), host, options={"framework": framework})
+    return Runner(call, clock(kind), first, options={"framework": framework})

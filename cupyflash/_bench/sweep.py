@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DeviceUnavailable, InvalidArgument
+from .. import _jit
+from ..errors import CupyflashError, DeviceUnavailable, InvalidArgument
 from . import environment
 from .case import Case, short_dtype, split_masks
 from .limits import limits
 from .peers import choose
 from .run import Effort, Group, run
 from .suites import suites
+from .units import unit
 
 Tell = Callable[[str], None]
 
@@ -98,7 +103,12 @@ def require(device: str) -> None:
 
 
 def document(
-    suite: str, groups: tuple[Group, ...], effort: Effort, tell: Tell, commit: str | None = None
+    suite: str,
+    groups: tuple[Group, ...],
+    effort: Effort,
+    tell: Tell,
+    commit: str | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """Measure, and return the results with all that they depend on.
 
@@ -112,6 +122,8 @@ def document(
         Is told each case before it starts.
     commit
         The commit to record, where the tree has no history of its own.
+    keep
+        Is given what there is after each case, so that an interrupted run leaves something.
     """
     on_gpu = any(group.device == "cuda" for group in groups)
     for group in groups:
@@ -119,5 +131,39 @@ def document(
     env = environment.environment()
     env["commit"] = commit or env["commit"]
     env["limits"] = limits() if on_gpu else {}
-    rows = run(suite, groups, effort, tell)
+    compile_ahead(groups)
+    rows: list[dict[str, Any]] = []
+    for found in run(suite, groups, effort, tell):
+        rows += found
+        keep({"env": env, "rows": rows})
     return {"env": env | {"clocks_after": environment.clocks()}, "rows": rows}
+
+
+def compile_ahead(groups: tuple[Group, ...]) -> None:
+    """Compile what the cases of a GPU need, all at once: NVRTC takes a thread for each."""
+    wanted = [
+        (case, group.kernel) for group in groups if group.device == "cuda" for case in group.cases
+    ]
+    if not wanted:
+        return
+    arch = str(_jit.compute_capability(0))
+
+    def compile_one(case: Case, kernel: str | None) -> None:
+        with contextlib.suppress(CupyflashError):  # which the case itself will meet and report
+            unit(case, arch, kernel).compile()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, *zip(*wanted, strict=True)))
+
+
+def installed(groups: tuple[Group, ...], tell: Tell) -> tuple[Group, ...]:
+    """Return the groups without the peers that are not there, each of which is told."""
+    peers = {peer.name: peer for group in groups for peer in group.peers}
+    device = {peer.name: group.device for group in groups for peer in group.peers}
+    absent = [name for name, peer in peers.items() if not peer.installed(device[name])]
+    for name in absent:
+        tell(f"{name} is not installed: it is left out")
+    return tuple(
+        dataclasses.replace(group, peers=tuple(p for p in group.peers if p.name not in absent))
+        for group in groups
+    )

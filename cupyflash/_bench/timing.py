@@ -124,15 +124,20 @@ class TorchClock(GpuClock):
         self.cuda.synchronize()
 
     def capture(self, call: Call) -> Call:
-        """Capture one call after a warm-up on a side stream; the graph's pool keeps the output."""
-        side = self.cuda.Stream()
-        side.wait_stream(self.cuda.current_stream())
+        """Capture one call after a warm-up on a side stream; the graph's pool keeps the output.
+
+        Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache: that
+        takes longer than the measurement.
+        """
+        side, graph = self.cuda.Stream(), self.cuda.CUDAGraph()
         with self.cuda.stream(side):
             call()
-        self.cuda.current_stream().wait_stream(side)
-        graph = self.cuda.CUDAGraph()
-        with self.cuda.graph(graph):
-            call()
+            self.cuda.synchronize()
+            graph.capture_begin()
+            try:
+                call()
+            finally:
+                graph.capture_end()
         return graph.replay
 
     def event(self) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from .. import _accuracy
+from .. import _accuracy, reference
 from .case import DTYPES, Case
-from .runner import Arrays
+from .runner import Arrays, to_host
 
 CHECKED_ROWS = 64
 
@@ -20,33 +22,43 @@ class Truth:
     case: Case
     arrays: Arrays
 
-    def compare(self, out: np.ndarray) -> tuple[float, str]:
-        """Return the largest error of the checked rows, and what is wrong with them, or nothing."""
+    @cached_property
+    def parts(self) -> list[tuple[tuple[slice, ...], _accuracy.Expected]]:
+        """The slices of an output that are looked at, and what they should hold."""
         case, (q, k, v) = self.case, self.arrays
-        if out.shape != (case.batch, case.len_q, case.heads_q, case.head_dim_v):
-            return float("nan"), f"output of shape {out.shape}"
-        error, wrong = 0.0, ""
-        for b, h in {(0, 0), (case.batch - 1, case.heads_q - 1)}:
+        found: list[tuple[tuple[slice, ...], _accuracy.Expected]] = []
+        for b, h in sorted({(0, 0), (case.batch - 1, case.heads_q - 1)}):
             kv = h // (case.heads_q // case.heads_k)
+            of_k = slice(b, b + 1), slice(None), slice(kv, kv + 1)
             for begin, end in self.row_ranges():
+                rows = slice(b, b + 1), slice(begin, end), slice(h, h + 1)
                 mask = self.seen(begin, end)
-                part = out[b : b + 1, begin:end, h : h + 1].astype(DTYPES[case.dtype])
-                verdict = _accuracy.verdict(
-                    part,
-                    None,
-                    q[b : b + 1, begin:end, h : h + 1],
-                    k[b : b + 1, :, kv : kv + 1],
-                    v[b : b + 1, :, kv : kv + 1],
-                    attn_mask=mask,
-                )
-                error = max(error, verdict.error)
-                wrong = wrong or ("" if verdict.ok else f"wrong: {verdict.message}")
-        return error, wrong
+                found.append((rows, _accuracy.expected(q[rows], k[of_k], v[of_k], attn_mask=mask)))
+        return found
 
-    def row_ranges(self) -> set[tuple[int, int]]:
+    def compare(self, out: Any) -> tuple[float, str]:
+        """Return the largest error of the checked rows, and what is wrong with them, or nothing.
+
+        Parameters
+        ----------
+        out : array of any framework (batch, len_q, heads, head_dim_v)
+            Of which the checked rows alone are copied to the host.
+        """
+        case = self.case
+        if tuple(out.shape) != (case.batch, case.len_q, case.heads_q, case.head_dim_v):
+            return float("nan"), f"output of shape {tuple(out.shape)}"
+        dtype = reference.output_dtype(DTYPES[case.dtype])
+        verdicts = [
+            expected.verdict(to_host(out[rows]).astype(dtype), None)
+            for rows, expected in self.parts
+        ]
+        wrong = next((verdict.message for verdict in verdicts if not verdict.ok), "")
+        return max(verdict.error for verdict in verdicts), f"wrong: {wrong}" if wrong else ""
+
+    def row_ranges(self) -> list[tuple[int, int]]:
         """Return the first and the last rows."""
         count = min(CHECKED_ROWS, self.case.len_q)
-        return {(0, count), (self.case.len_q - count, self.case.len_q)}
+        return sorted({(0, count), (self.case.len_q - count, self.case.len_q)})
 
     def seen(self, begin: int, end: int) -> np.ndarray:
         """Return which keys the rows [begin, end) see, as the mask of a smaller problem."""
