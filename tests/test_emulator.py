@@ -1,6 +1,7 @@
 """The emulator itself: how it is asked for, built and read, what it counts and what it reports."""
 
 import ctypes
+import itertools
 import re
 import shutil
 import struct
@@ -428,8 +429,12 @@ Signature = tuple[str, str, tuple[str, ...]]  # template, return type and name, 
 
 
 def signatures(path: Path) -> list[Signature]:
-    """Return the functions that a header of ptx/ defines for kernels."""
-    text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+    """Return the functions that a header of ptx/ defines for kernels, also by its own macros."""
+    own = re.sub(r"#(include|pragma) [^\n]*", "", path.read_text(encoding="utf-8"))
+    text = subprocess.run(
+        [build.compiler().path, "-E", "-P", "-x", "c++", "-"],
+        input=own, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
     found = []
     for match in re.finditer(r"(?:template\s*<([^>]*)>\s*)?\bDEVICE\s+([^(;{]+)\(", text):
         end, depth, parameters = match.end(), 1, [""]
@@ -458,12 +463,26 @@ def without_place(twin: Signature) -> Signature:
 HEADERS = sorted((ROOT / "cuda" / "ptx").glob("*.cuh"))
 
 
+@needs_compiler
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_every_instruction_has_a_twin_of_its_signature(header: Path) -> None:
     real = signatures(header)
     assert real
     twins = [without_place(twin) for twin in signatures(build.TWINS / "ptx" / header.name)]
     assert sorted(twins) == sorted(real)
+
+
+@needs_compiler
+def test_wgmma_has_every_width_with_either_a() -> None:
+    header = ROOT / "cuda" / "ptx" / "wgmma_shapes.cuh"
+    found = []
+    for _, name, (d, a, *_) in signatures(header):
+        columns = re.fullmatch(r"float ?\(&d\)\[(\d+) / 2\]", d)
+        assert columns, d
+        found.append((name.removeprefix("void wgmma_"), int(columns[1]), "[4]" in a))
+    kinds = ("bf16", "f16", "e4m3", "e5m2", "e4m3_e5m2")
+    every = itertools.product(kinds, range(16, 257, 16), (False, True))
+    assert sorted(found) == sorted(every)
 
 
 def test_a_rows_launch_takes_what_the_emulator_gives() -> None:

@@ -16,7 +16,7 @@ DEVICE void wgmma_wait(emu::Loc loc = emu::Loc::here()) {
 
 DEVICE void undefined(float &x, emu::Loc = emu::Loc::here()) { __builtin_memcpy(&x, &emu::UNDEFINED_BITS, sizeof x); }
 
-DEVICE void pin(float &, emu::Loc = emu::Loc::here()) {}
+DEVICE void pin(float &x, emu::Loc = emu::Loc::here()) {}
 
 }  // namespace ptx
 
