@@ -319,10 +319,10 @@ extern "C" __global__ void tiny(const __grid_constant__ Params p) {
 }
 """
 FAULTS = {
-    "if (i < p.n + 1) p.x[i] = 1;": r"thread \d+: write at x \+16 of 16 bytes",
-    "if (i == 40) shared[i] = p.x[-2000];": r"thread 40: read at x -8000 of 16 bytes",
+    "if (i < p.n + 1) p.x[i] = 1;": r"thread \d+: a store of 4 bytes at x \+16 of 16 bytes",
+    "if (i == 40) shared[i] = p.x[-2000];": r"thread 40: a load of 4 bytes at x -8000 of 16 bytes",
     "shared[256 + i] = 1;": r"thread \d+: write at shared memory \+1\d\d\d of 1024 bytes",
-    "if (i == 3) shared[0] = i / static_cast<int>(blockDim.y - 1);": "thread 3: division by zero",
+    "if (i == 3) shared[0] = i / static_cast<int>(blockDim.y - 1);": "thread 3: a division by zero",
     "if (i == 5) p.x[0] = *static_cast<float *>(nullptr);": "thread 5: read at .* in no alloc",
     "if (i < 16) ptx::warp_barrier(); ptx::barrier();": r"DEADLOCK\n(.*\n)*.*warp barrier",
     "\n  if (i < 32) ptx::barrier();\n  ptx::barrier();": "at the barrier of unit.cpp:",

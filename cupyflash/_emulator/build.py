@@ -24,11 +24,17 @@ from .stats import Counters
 
 __all__ = ["Unit", "compiler", "runtime", "unit"]
 
-SCHEMA = 2  # of keys and entries: raise it when either changes its meaning
+SCHEMA = 3  # of keys and entries: raise it when either changes its meaning
 FLAGS = (
-    "-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off",
-    "-fno-gnu-unique", "-w",
+    "-std=c++20", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-shared", "-fno-strict-aliasing",
+    "-ffp-contract=off", "-fno-gnu-unique", "-w",
 )  # fmt: skip
+# What a unit is compiled to call at its loads and stores and at undefined operations. The runtime
+# has these functions: the sanitizers' own libraries stay away.
+WATCHED = (
+    "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-nodefaultlibs",
+)
 TWINS = Path(__file__).parent / "cpp"
 RUNTIME = "runtime.so"
 OWN = "_emulator"  # where they lie while g++ runs: reports leave out what is there
@@ -108,9 +114,9 @@ def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -
     files |= {f"cuda/{name}": text.encode() for name, text in cuda.items()}
     files |= {f"{OWN}/{name}": text.encode() for name, text in own.items()}
     files[RUNTIME] = _runtime().files[LIBRARY]
-    options = ("-I", f"./{OWN}", "-I", "./cuda", "-include", "emu.h")
+    options = (*WATCHED, "-I", f"./{OWN}", "-I", "./cuda", "-include", "emu.h")
     name = f"emulated_{launch.symbol}-{key[:16]}"
-    made = _compiled(name, key, files, (*options, "unit.cpp", RUNTIME))
+    made = _compiled(name, key, files, (*options, "unit.cpp", RUNTIME, "-lm", "-lc"))
     library = ctypes.CDLL(str(made.path / LIBRARY))
     library.emu_params_bytes.restype = ctypes.c_size_t
     kernel = ctypes.cast(library.emu_entry, ctypes.c_void_p)
@@ -124,12 +130,13 @@ def _runtime() -> _cache.Entry:
     files = {f"{OWN}/{name}": text.encode() for name, text in own.items()}
     inputs = tuple(name for name in files if name.endswith(".cpp"))
     # The name by which units find it, whatever folder it was loaded from.
-    options = ("-I", f"./{OWN}", f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so")
+    soname = f"-Wl,-soname,cupyflash-emulator-{key[:16]}.so"
+    options = ("-Wl,-Bsymbolic", soname, "-I", f"./{OWN}")
     return _compiled(f"emulator-{key[:16]}", key, files, (*options, *inputs))
 
 
 def _key(*parts: Any) -> str:
-    content = json.dumps([SCHEMA, FLAGS, compiler().version, *parts], sort_keys=True)
+    content = json.dumps([SCHEMA, FLAGS, WATCHED, compiler().version, *parts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
