@@ -21,6 +21,7 @@ from cupyflash._bench.run import Effort
 from cupyflash._bench.suites import EFFORTS, narrowed, suites
 
 RESULTS = Path(__file__).resolve().parent / "results"
+FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 
 
 @click.command()
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 @click.option("--rounds", type=click.IntRange(1), help="Rounds, each of everyone in turn.")
 @click.option("--budget", type=click.FloatRange(0, min_open=True), help="Seconds per turn.")
 @click.option("--commit", help="Commit to record, where the tree here has no history.")
-@click.option("--out", default=RESULTS, type=click.Path(path_type=Path), help="Folder to write to.")
+@click.option("--out", default=RESULTS, type=FOLDER, help="Folder to write to.")
 def main(
     names: tuple[str, ...],
     rounds: int | None,

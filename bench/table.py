@@ -5,17 +5,18 @@ from pathlib import Path
 import click
 
 from cupyflash._bench import results
+from cupyflash._console import FILE, METRIC
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--metric", default="", help="tflops, gbps, kernel_us or call_us (by suite).")
-def main(files: tuple[Path, ...], metric: str) -> None:
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("--metric", type=METRIC, help="By default by suite.")
+def main(files: tuple[Path, ...], metric: str | None) -> None:
     """Print one table per results file."""
     for path in files:
         document = results.load(path)
         click.echo(f"{results.describe(document['env'])} ({path.name})\n")
-        click.echo(results.markdown(document["rows"], metric))
+        click.echo(results.markdown(document["rows"], metric or ""))
 
 
 if __name__ == "__main__":

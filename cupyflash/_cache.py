@@ -128,6 +128,11 @@ def directory() -> Path:
     return _private.get(root, root)
 
 
+def is_temporary() -> bool:
+    """Whether what is stored is lost when this process ends, since no other folder can be used."""
+    return _configured() in _private
+
+
 def make_writable(path: Path) -> None:
     """Make a folder, and raise OSError unless files can be made in it."""
     path.mkdir(parents=True, exist_ok=True)

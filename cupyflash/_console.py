@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -49,11 +53,12 @@ def facts(values: dict[str, Any]) -> Table:
     return lines
 
 
-def grid(rows: list[dict[str, Any]]) -> Table:
+def grid(rows: list[dict[str, Any]], title: str | None = None) -> Table:
     """Return one row or more of the same fields as a table."""
-    lines = Table()
-    for name in rows[0]:
-        lines.add_column(name)
+    title = title and escape(title)
+    lines = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
+    for name, value in rows[0].items():
+        lines.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
         lines.add_row(*(escape(str(value)) for value in row.values()))
     return lines
@@ -137,3 +142,56 @@ def problem_options(command: Any) -> Any:
     ):
         wrapped = option(wrapped)
     return wrapped
+
+
+# --- the options of `bench` ---
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+METRIC = click.Choice(["tflops", "gbps", "kernel_us", "call_us"])
+
+
+class NewFile(click.Path):
+    """A file to write at the end of a long run: what would fail then fails at once."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Check the folder, which nobody makes."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
+            self.fail(f"{str(path.parent)!r} is no folder that can be written to", param, ctx)
+        return path
+
+
+NEW_FILE = NewFile(dir_okay=False, writable=True, path_type=Path)
+
+
+def lists(on_gpu: str, on_cpu: str) -> str:
+    """Return the help of a comma list whose default depends on the device."""
+    return f"Comma list; by default {on_gpu}, on the CPU {on_cpu}."
+
+
+def effort_options(command: Any) -> Any:
+    """Add how long to measure."""
+    rounds = click.option(
+        "--rounds",
+        type=click.IntRange(1),
+        default=5,
+        show_default=True,
+        help="Rounds, each of everyone in turn.",
+    )
+    budget = click.option(
+        "--budget",
+        type=click.FloatRange(0, min_open=True),
+        default=0.1,
+        show_default=True,
+        help="Seconds per round and column.",
+    )
+    return rounds(budget(command))
+
+
+def refuse_beside(option: str, names: Collection[str]) -> None:
+    """Refuse options of these names beside one that leaves them without a meaning."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name != option:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} has no meaning beside --{option}: leave one out")

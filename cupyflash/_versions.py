@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import subprocess
 
 from . import __version__, _jit
 from .errors import CupyflashError
@@ -44,5 +45,16 @@ def _gpu() -> str:
     try:
         capability = _jit.compute_capability(0)
     except CupyflashError:
-        return "none"
+        name = smi(("name",)).get("name")
+        return f"{name}, which needs CuPy to be used" if name else "none"
     return f"compute capability {capability // 10}.{capability % 10}"
+
+
+def smi(fields: tuple[str, ...]) -> dict[str, str]:
+    """Ask nvidia-smi about the first GPU; empty where there is no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, map(str.strip, answer.stdout.strip().split(",")), strict=False))

@@ -13,7 +13,23 @@ from typing import Any
 import click
 
 from . import __version__
-from ._console import Group, Sizes, as_json, emit, facts, grid, problem_options, progress, table
+from ._console import (
+    FILE,
+    METRIC,
+    NEW_FILE,
+    Group,
+    Sizes,
+    as_json,
+    effort_options,
+    emit,
+    facts,
+    grid,
+    lists,
+    problem_options,
+    progress,
+    refuse_beside,
+    table,
+)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,7 +60,7 @@ def gpu_arch() -> str | None:
 
 def no_arch() -> str:
     """Refuse to guess an architecture."""
-    raise click.UsageError("there is no GPU here: name --arch, like sm_90")
+    raise click.UsageError("there is no GPU here: name --arch, like 90 or sm_90")
 
 
 @main.command("list")
@@ -59,7 +75,7 @@ def list_(as_json: bool) -> None:
 
 @main.command()
 @problem_options
-@click.option("--arch", help="Like sm_90; by default the GPU here.")
+@click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @as_json
 def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
@@ -80,7 +96,7 @@ def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> N
 
 @main.command()
 @problem_options
-@click.option("--arch", help="Like sm_90; by default the GPU here.")
+@click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @as_json
 def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
@@ -98,7 +114,7 @@ def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None
 
 @main.command("compile")
 @problem_options
-@click.option("--arch", help="Comma list, like sm_80,sm_90; by default the GPU here.")
+@click.option("--arch", help="Comma list, like 80,90; by default the GPU here.")
 @click.option("--all", "every", is_flag=True, help="Every dtype, pair of head dims and mask.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @click.option("--stats", is_flag=True, help="Show registers, spills, shared memory, seconds.")
@@ -108,8 +124,9 @@ def compile_(
 ) -> None:
     """Compile kernels into the cache; no GPU is needed.
 
-    Exits with 1 if the compiler has a remark or spills a register.
+    Exits with 1 if the compiler has a remark or spills a register, or if the cache cannot be used.
     """
+    from . import _cache
     from ._bench import units
 
     found = [
@@ -125,13 +142,16 @@ def compile_(
     if as_json:
         emit(rows)
     elif stats:
-        table(grid(rows))
-    else:
+        for title, lines in units.statistics(rows).items():
+            table(grid(lines, title))
+    elif not _cache.is_temporary():
         click.echo(f"{len(rows)} kernels are in the cache")
     bad = [row for row in rows if row["log"] or row["spill_stores"] or row["spill_loads"]]
     for row in bad:
         remark = row["log"] or "registers spill"
         click.echo(f"{row['kernel']} {row['arch']} {row['head_dim']}: {remark}", err=True)
+    if _cache.is_temporary():
+        raise click.ClickException(f"{len(rows)} kernels were compiled and none is kept")
     raise SystemExit(int(bool(bad)))
 
 
@@ -168,14 +188,14 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
 
 
 @main.command()
-@click.option("--suite", help="A named suite: generic, host or cpu.")
-@click.option("--render", type=click.Path(exists=True, path_type=Path), help="Show a results file.")
-@click.option("--dtype", default="bf16", show_default=True, help="Comma list.")
+@click.option("--suite", help="A named suite: generic, hopper, host or cpu.")
+@click.option("--render", type=FILE, help="Show a results file.")
+@click.option("--dtype", help=lists("bf16", "fp32"))
 @click.option("--batch", type=Sizes(), default="1", show_default=True, help="Comma list.")
-@click.option("--tokens", type=int, help="Let batch be this over the length.")
-@click.option("--len-q", type=Sizes(), default="1024,4096", show_default=True, help="Comma list.")
+@click.option("--tokens", type=click.IntRange(1), help="Let batch be this over the length.")
+@click.option("--len-q", type=Sizes(), help=lists("1024,4096", "256,1024"))
 @click.option("--len-k", type=Sizes(), help="Comma list; by default as --len-q.")
-@click.option("--heads", type=Sizes(), default="16", show_default=True, help="Comma list.")
+@click.option("--heads", type=Sizes(), help=lists("16", "8"))
 @click.option("--heads-k", type=Sizes(), help="Comma list; by default as --heads.")
 @click.option("--head-dim", type=Sizes(), default="64,128", show_default=True, help="Comma list.")
 @click.option("--head-dim-v", type=Sizes(), help="Comma list; by default as --head-dim.")
@@ -183,10 +203,9 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
 @click.option("--vs", default="auto", show_default=True, help="Peers: auto, all, none or names.")
 @click.option("--kernel", help="Force one of our kernels.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto")
-@click.option("--rounds", default=5, show_default=True, help="Rounds, each of everyone in turn.")
-@click.option("--budget", default=0.1, show_default=True, help="Seconds per round and column.")
-@click.option("--metric", default="", help="tflops, gbps, kernel_us or call_us.")
-@click.option("--save", type=click.Path(path_type=Path), help="Also write the results file.")
+@effort_options
+@click.option("--metric", type=METRIC, help="By default by suite.")
+@click.option("--save", type=NEW_FILE, help="Also write the results file.")
 @click.option(
     "-o",
     "--output",
@@ -194,7 +213,9 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
     show_default=True,
     type=click.Choice(["table", "md", "json", "jsonl", "csv"]),
 )
-def bench(output: str, save: Path | None, render: Path | None, metric: str, **options: Any) -> None:
+def bench(
+    output: str, save: Path | None, render: Path | None, metric: str | None, **options: Any
+) -> None:
     """Time attention and every importable peer in turn, results checked first.
 
     Comma lists sweep. Exits with 1 if cupyflash fails anywhere.
@@ -202,20 +223,24 @@ def bench(output: str, save: Path | None, render: Path | None, metric: str, **op
     from ._bench import results, sweep
 
     if render:
+        refuse_beside("render", [*options, "save"])
         document = results.load(render)
     else:
+        if options["suite"]:
+            refuse_beside("suite", options.keys() - {"rounds", "budget"})
+        if options["tokens"]:
+            refuse_beside("tokens", ["batch"])
         asked = sweep.Sweep(**options)
         groups = asked.groups()
         with progress(sum(len(group.cases) for group in groups)) as tell:
-            name = asked.suite or "sweep"
-            document = sweep.document(name, groups, asked.effort(), tell)
+            document = sweep.document(asked.suite or "sweep", groups, asked.effort(), tell)
     if save:
         results.save(document, save)
     rows = document["rows"]
     if output == "table":
-        table(results.rich_table(rows, metric))
+        table(results.rich_table(rows, metric or ""))
     else:
-        click.echo(results.text(document, output, metric))
+        click.echo(results.text(document, output, metric or ""))
     for fault in results.faults(rows):
         click.echo(fault, err=True)
     raise SystemExit(int(results.own_failed(rows)))
@@ -240,11 +265,11 @@ def cache_list(as_json: bool) -> None:
     """List the compiled kernels."""
     from . import _jit
 
-    rows = [usage(cubin) | {"path": str(cubin.path)} for cubin in _jit.cache_entries()]
+    cubins = _jit.cache_entries()
     if as_json:
-        emit(rows)
-    elif rows:
-        table(grid(rows))
+        emit([cubin_facts(cubin) for cubin in cubins])
+    elif cubins:
+        table(grid([entry(cubin) for cubin in cubins], str(_jit.cache_dir())))
     else:
         click.echo("no compiled kernels", err=True)
 
@@ -257,6 +282,19 @@ def cache_clear() -> None:
     click.echo(f"removed {_jit.clear_cache()} kernels from {_jit.cache_dir()}")
 
 
-def usage(cubin: Any) -> dict[str, Any]:
-    """Return what a compiled kernel takes."""
-    return {"symbol": cubin.symbol, "arch": cubin.arch, **cubin.resources._asdict()}
+def cubin_facts(cubin: Any) -> dict[str, Any]:
+    """Return a compiled kernel for machines."""
+    used = cubin.resources._asdict()
+    return {"symbol": cubin.symbol, "arch": cubin.arch, **used, "path": str(cubin.path)}
+
+
+def entry(cubin: Any) -> dict[str, Any]:
+    """Return a compiled kernel as the line of a table."""
+    used = cubin.resources
+    return {
+        "entry": cubin.path.parent.name,
+        "arch": cubin.arch,
+        "registers": used.registers,
+        "spilled": used.spill_stores + used.spill_loads,
+        "seconds": used.seconds,
+    }

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import click
 import pytest
+import rich.console
 from click.testing import CliRunner
 
-from cupyflash import __version__
+from cupyflash import __version__, _cache, _console
 from cupyflash._bench import environment, sweep
 from cupyflash._bench.case import Case
 from cupyflash._bench.run import Group
@@ -21,6 +23,9 @@ from cupyflash.cli import main
 
 COMMANDS = sorted(main.commands)
 TINY = ["--len-q", "16", "--heads", "1", "--head-dim", "8", "--rounds", "1", "--budget", "0.0001"]
+
+
+RESULT = Path(__file__).parents[1] / "bench" / "results" / "h200-2026-11-29-host.json"
 
 
 def run(*arguments: str) -> Any:
@@ -88,6 +93,21 @@ def test_version_is_the_packages() -> None:
         ["bench", "--vs", "fa9"],
         ["bench", "--suite", "fast"],
         ["bench", "-o", "xml"],
+        ["bench", "--metric", "foo"],
+        ["bench", "--rounds", "0"],
+        ["bench", "--budget", "-1"],
+        ["bench", "--budget", "0"],
+        ["bench", "--tokens", "0"],
+        ["bench", "--suite", "cpu", "--dtype", "fp32"],
+        ["bench", "--suite", "cpu", "--vs", "none"],
+        ["bench", "--suite", "cpu", "--device", "cpu"],
+        ["bench", "--tokens", "64", "--batch", "2"],
+        ["bench", "--render", str(RESULT), "--suite", "cpu"],
+        ["bench", "--render", str(RESULT), "--rounds", "2"],
+        ["bench", "--render", str(RESULT.parent)],
+        ["bench", "--render", __file__],
+        ["bench", "--save", "no/such/folder/x.json"],
+        ["bench", "--save", str(RESULT.parent)],
         ["show"],
         ["show", "--arch", "hopper"],
         ["compile"],
@@ -131,6 +151,14 @@ def test_list_is_the_dispatch_table() -> None:
     ]
 
 
+def test_info_sees_a_driver_without_cupy(monkeypatch) -> None:
+    told = {"name": "NVIDIA H200", "compute_cap": "9.0", "driver_version": "580.1"}
+    monkeypatch.setattr(environment, "gpu_present", lambda: False)
+    monkeypatch.setattr(environment, "smi", lambda names: {n: told[n] for n in names if n in told})
+    answer = json.loads(run("info", "--json").stdout)
+    assert (answer["gpu"], answer["arch"], answer["driver"]) == ("NVIDIA H200", "sm_90", "580.1")
+
+
 def test_info_says_what_is_here(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
     answer = json.loads(run("info", "--json").stdout)
@@ -157,6 +185,12 @@ def test_explain_needs_no_gpu() -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_explain_without_a_gpu_speaks_of_the_cpu_path() -> None:
     assert json.loads(run("explain", "--json").stdout)["kernel"] == "cpu"
+
+
+@pytest.mark.parametrize("arch", ["90", "sm_90", "sm_90a"])
+def test_an_architecture_has_two_names(arch: str) -> None:
+    done = json.loads(run("explain", "--arch", arch, "--json").stdout)
+    assert done["problem"]["arch"] == 90
 
 
 def test_explain_says_why_nothing_fits() -> None:
@@ -218,6 +252,48 @@ def test_all_means_every_class_of_a_kernel(monkeypatch) -> None:
     assert len({unit.launch.unit for unit in compiled}) == len(compiled)
 
 
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tables go to a terminal of 80 columns."""
+
+    def console(*args: Any, **options: Any) -> Any:
+        fixed = {"width": 80, "force_terminal": True, "color_system": None}
+        return rich.console.Console(*args, **options, **fixed)
+
+    monkeypatch.setattr(_console, "Console", console)
+
+
+@pytest.mark.usefixtures("kernels", "narrow")
+@pytest.mark.parametrize("words", [["compile", "--arch", "80,sm_90", "--stats"], ["cache", "list"]])
+def test_tables_of_kernels_fit_80_columns(words: list[str]) -> None:
+    mask = ["--head-dim", "192", "--head-dim-v", "128", "--mask", "window:128,128"]
+    assert run("compile", "--arch", "80", *mask).exit_code == 0
+    done = run(*words, *(mask if words[0] == "compile" else []))
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Of a cell that is cut or folded the whole would be missing.
+    names = ["threads", "shared"] if words[0] == "compile" else ["entry", "arch"]
+    header = next(line for line in lines if "registers" in line)
+    assert {"registers", "spilled", *names} <= set(header.split())
+    assert "…" not in done.stdout
+    whole = r"window:128,128" if words[0] == "compile" else r"attention_fwd_sm80-[0-9a-f]{16}"
+    assert re.search(whole, done.stdout)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore:the kernel cache:RuntimeWarning")
+def test_compile_does_not_call_kernels_kept_that_are_not(monkeypatch, tmp_path: Path) -> None:
+    from cupyflash._bench import units
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(units.Unit, "compile", lambda unit: _cache.directory() and ROW)
+    done = run("compile", "--arch", "sm_80")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "1 kernels were compiled and none is kept" in done.stderr
+
+
 ROW = {
     "kernel": "k", "arch": "sm_80", "dtype": "bf16", "head_dim": 64, "log": "", "spill_stores": 0,
     "spill_loads": 0,
@@ -258,6 +334,40 @@ def test_bench_sweeps_the_product_of_its_lists() -> None:
     ]  # fmt: skip
     assert {row["impl"] for row in rows} == {"cupyflash"}
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_bare_bench_is_short_where_calls_are_long(monkeypatch, device: str) -> None:
+    measured: list[Case] = []
+    monkeypatch.setattr(environment, "gpu_present", lambda: device == "cuda")
+
+    def document(name: str, groups: Any, *_: Any) -> dict[str, Any]:
+        measured.extend(case for group in groups for case in group.cases)
+        return {"rows": []}
+
+    monkeypatch.setattr(sweep, "document", document)
+    assert run("bench", "-o", "jsonl").exit_code == 0
+    assert {(c.dtype, c.len_q, c.heads_q) for c in measured} == {
+        "cuda": {("bf16", 1024, 16), ("bf16", 4096, 16)},
+        "cpu": {("fp32", 256, 8), ("fp32", 1024, 8)},
+    }[device]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"rows": [{}]}, {"rows": [3]}, {"env": 3}, {"rows": None}], ids=str
+)
+def test_a_results_file_of_another_shape_is_refused(tmp_path: Path, fault: dict) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(json.loads(RESULT.read_text()) | fault))
+    done = run("bench", "--render", str(path))
+    assert done.exit_code == 2
+    assert "must be a results file" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["table", "md"])
+def test_a_table_says_what_its_ratio_is(form: str) -> None:
+    shown = " ".join(run("bench", "--render", str(RESULT), "-o", form).stdout.split())
+    assert "the median over the rounds of the peer's time over ours in one round" in shown
 
 
 def test_bench_lets_the_batch_follow_from_the_tokens() -> None:

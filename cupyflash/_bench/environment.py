@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _jit
-from .._versions import DISTRIBUTIONS
+from .._versions import DISTRIBUTIONS, smi
 from ..errors import DeviceUnavailable
 
 # Name in the results -> the distributions that may carry it.
@@ -57,9 +57,12 @@ def gpu_present() -> bool:
 
 
 def gpu() -> dict[str, Any]:
-    """Return name, architecture, memory and driver of the current GPU; empty without one."""
+    """Return name, architecture, memory and driver of the current GPU; empty without one.
+
+    Where CuPy is not there, the driver's own tool tells less.
+    """
     if not gpu_present():
-        return {}
+        return driver_says()
     cupy = _jit.import_cupy()
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     return {
@@ -73,6 +76,15 @@ def gpu() -> dict[str, Any]:
     }
 
 
+def driver_says() -> dict[str, Any]:
+    """Return what nvidia-smi tells of the first GPU; empty where there is none."""
+    told = smi(("name", "compute_cap", "driver_version"))
+    if len(told) < 3:
+        return {}
+    arch = f"sm_{told['compute_cap'].replace('.', '')}"
+    return {"gpu": told["name"], "arch": arch, "driver": told["driver_version"]}
+
+
 def cuda_version(number: int) -> str:
     """Return CUDA's version number (13000) as text (13.0)."""
     return f"{number // 1000}.{number % 1000 // 10}"
@@ -84,16 +96,6 @@ def nvrtc() -> str | None:
         return _jit.nvrtc_version()
     except DeviceUnavailable:
         return None
-
-
-def smi(fields: tuple[str, ...]) -> dict[str, str]:
-    """Ask nvidia-smi about the first GPU; empty where there is no nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields, map(str.strip, answer.stdout.strip().split(",")), strict=False))
 
 
 def clocks() -> dict[str, str]:

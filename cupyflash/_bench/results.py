@@ -35,12 +35,13 @@ PROBLEM = (
     "head_dim_v",
     "mask",
 )
+FIELDS = {*PROBLEM, "impl", "options", "kernel_us", "call_us", "tflops", "gbps", "rounds_us"}
 OWN = "cupyflash"
+CAPTION = "vs best peer: the median over the rounds of the peer's time over ours in one round"
 
 
 def save(document: Document, path: Path) -> None:
-    """Write a results file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a results file, into a folder that is there."""
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
@@ -48,8 +49,10 @@ def load(path: Path) -> Document:
     """Read a results file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(document["rows"], list) and isinstance(document["env"], dict)
-    except (ValueError, KeyError, TypeError):
+        known = isinstance(document["env"], dict) and all(
+            row.keys() >= FIELDS for row in document["rows"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
         known = False
     if not known:
         raise InvalidArgument(f"`{path}` must be a results file with env and rows: name another")
@@ -143,7 +146,7 @@ def grid(rows: list[Row], metric: str = "") -> tuple[str, list[str], list[list[s
 def rich_table(rows: list[Row], metric: str = "") -> Table:
     """Return the table for a terminal."""
     title, header, lines = grid(rows, metric)
-    table = Table(title=title)
+    table = Table(title=title, caption=CAPTION)
     for name in header:
         table.add_column(name, justify="left" if name in ("pass", "dtype", "mask") else "right")
     for line in lines:
@@ -155,7 +158,7 @@ def markdown(rows: list[Row], metric: str = "") -> str:
     """Return the table for a page."""
     title, header, lines = grid(rows, metric)
     body = [header, ["---"] * len(header), *lines]
-    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in body)
+    return f"{title}; {CAPTION}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in body)
 
 
 def csv_text(rows: list[Row]) -> str:

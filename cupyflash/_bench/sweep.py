@@ -23,17 +23,27 @@ from .units import unit
 Tell = Callable[[str], None]
 
 
+# The lists that are not given. On a CPU a call takes as long as hundreds on a GPU.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"dtype": "bf16", "len_q": [1024, 4096], "heads": [16]},
+    "cpu": {"dtype": "fp32", "len_q": [256, 1024], "heads": [8]},
+}
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """The options of `cupyflash bench`: a named suite, or every combination of the lists."""
+    """The options of `cupyflash bench`: a named suite, or every combination of the lists.
+
+    The lists that are None are those of `DEFAULTS`.
+    """
 
     suite: str | None
-    dtype: str
+    dtype: str | None
     batch: list[int]
     tokens: int | None
-    len_q: list[int]
+    len_q: list[int] | None
     len_k: list[int] | None
-    heads: list[int]
+    heads: list[int] | None
     heads_k: list[int] | None
     head_dim: list[int]
     head_dim_v: list[int] | None
@@ -52,18 +62,19 @@ class Sweep:
         if device == "auto":
             device = "cuda" if environment.gpu_present() else "cpu"
         require(device)
-        return (Group(self.cases(), tuple(choose(self.vs, device)), device, self.kernel),)
+        return (Group(self.cases(device), tuple(choose(self.vs, device)), device, self.kernel),)
 
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self, device: str) -> tuple[Case, ...]:
         """Return every combination of the lists; None follows its other half."""
         follow = [None]
+        chosen = {name: getattr(self, name) or value for name, value in DEFAULTS[device].items()}
         combinations: Iterator[tuple[Any, ...]] = itertools.product(
-            [short_dtype(name) for name in self.dtype.split(",")],
-            self.heads,
+            [short_dtype(name) for name in chosen["dtype"].split(",")],
+            chosen["heads"],
             self.heads_k or follow,
             self.head_dim,
             self.head_dim_v or follow,
-            self.len_q,
+            chosen["len_q"],
             self.len_k or follow,
             split_masks(self.mask),
             self.batch if self.tokens is None else follow,

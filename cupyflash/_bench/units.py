@@ -10,7 +10,7 @@ from .. import _jit, _kernels
 from .._launch import Launch
 from .._scalars import architecture
 from .._tuning import HEAD_DIMS, UNEQUAL
-from .case import Case
+from .case import Case, both
 
 DIMS = (*((dim, dim) for dim in HEAD_DIMS), *sorted(UNEQUAL))  # of q and k, and of v
 DTYPES = ("bf16", "fp16", "fp32")
@@ -76,3 +76,23 @@ def every(arch: str, kernel: str | None = None) -> list[Unit]:
                 if kernel in (None, row.name):
                     units.setdefault(launch.unit, Unit(case, launch))
     return list(units.values())
+
+
+def statistics(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return compiled units as tables for people, by the title that their units share."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        title = f"{row['kernel']}, {row['arch']}, NVRTC {row['nvrtc_version']}"
+        tables.setdefault(title, []).append(
+            {
+                "dtype": row["dtype"],
+                "D": both(row["head_dim"], row["head_dim_v"], "/"),
+                "mask": row["mask"],
+                "threads": row["threads"],
+                "registers": row["registers"],
+                "spilled": row["spill_stores"] + row["spill_loads"],
+                "shared": row["dynamic_shared"] + row["shared"],
+                "s": round(row["seconds"], 1),
+            }
+        )
+    return tables
