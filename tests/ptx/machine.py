@@ -6,6 +6,7 @@ believed about the instructions of ``cuda/ptx`` because a GPU agrees with it.
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
 import time
@@ -16,17 +17,21 @@ from typing import Any, Protocol
 import gpu
 import numpy as np
 import pytest
-from maps import Tensor, driver_map, emulated_map
 
 from cupyflash import _emulator, _jit, _launch
 from cupyflash._emulator import build
 from cupyflash._launch import Launch
+from cupyflash._tensor_map import BYTES as MAP_BYTES
+from cupyflash._tensor_map import TensorMap
+from cupyflash._tensor_map import _operands as operands
 
 SYMBOL = "micro"
 ARCH = "sm_90a"  # what the emulator stands for
 GUARD = 256  # bytes before and after an array on the GPU, which a kernel must leave as they are
 LIMIT = 20.0  # seconds that a launch may take: a kernel that hangs is not waited for
-MAP_ALIGNMENT = 64  # CUDA Driver API, "cuTensorMapEncodeTiled"
+MAP_ALIGNMENT = 64  # ptx::TensorMap's
+
+Maps = tuple[tuple[int, TensorMap], ...]  # by offset in Params
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,10 @@ class Kernel:
             f"    {SYMBOL}(const __grid_constant__ Params p) {{\n{self.body}\n}}\n"
         )
 
-    def launch(self, arch: str, params: bytes) -> Launch:
+    def launch(self, arch: str, params: bytes, maps: Maps) -> Launch:
         """Return what either machine runs."""
         grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
-        return Launch(self.unit, SYMBOL, arch, grid, block, self.shared, params)
+        return Launch(self.unit, SYMBOL, arch, grid, block, self.shared, params, maps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,27 @@ class Out:
         """Return one whose bytes are all 0xff: NaN in every float type."""
         bits = np.full(np.prod(shape) * np.dtype(dtype).itemsize, 0xFF, np.uint8)
         return cls(bits.view(dtype).reshape(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor map of an array [batch, length, heads, head_dim].
+
+    Its box and its coordinates are in the order column, row, head, batch; ``swizzle`` is 0, 32, 64
+    or 128 bytes.
+    """
+
+    of: np.ndarray | Out
+    box: tuple[int, int, int, int]
+    swizzle: int = 0
+
+    def map(self, address: int) -> TensorMap:
+        """Return the map of the copy at an address."""
+        array = self.of.array if isinstance(self.of, Out) else self.of
+        axes = (3, 1, 2, 0)
+        shape = tuple(array.shape[axis] for axis in axes)
+        strides = tuple(array.strides[axis] for axis in axes[1:])
+        return TensorMap(address, array.dtype.name, shape, strides, self.box, self.swizzle)
 
 
 Argument = np.ndarray | Out | Tensor | np.generic
@@ -99,48 +125,43 @@ def array_of(argument: Argument) -> np.ndarray | None:
     return argument if isinstance(argument, np.ndarray) else None
 
 
-def pack(members: Sequence[bytes]) -> bytes:
-    """Lay members out as the struct that has them; each is aligned to its size, a map to 64."""
-    params, strictest = b"", 1
-    for member in members:
-        alignment = min(len(member), MAP_ALIGNMENT)
-        params = params.ljust(-(-len(params) // alignment) * alignment, b"\0") + member
-        strictest = max(strictest, alignment)
-    return params.ljust(-(-len(params) // strictest) * strictest, b"\0")
-
-
 class Memory:
     """Copies of the arrays of a launch where its machine reaches them."""
 
     def __init__(self, place: Callable[[np.ndarray], int]) -> None:
         self._place = place
-        self.placed: dict[int, tuple[np.ndarray, int]] = {}  # by identity: a map and a pointer
+        self._placed: dict[int, tuple[np.ndarray, int]] = {}  # by identity: maps share arrays
 
     def address(self, array: np.ndarray) -> int:
         """Return the address of the copy of an array, made once."""
-        if id(array) not in self.placed:
-            self.placed[id(array)] = (array, self._place(array))
-        return self.placed[id(array)][1]
+        if id(array) not in self._placed:
+            self._placed[id(array)] = (array, self._place(array))
+        return self._placed[id(array)][1]
 
-    def params(self, arguments: Sequence[Argument], encode: Callable[..., bytes]) -> bytes:
-        """Return the bytes of the Params."""
-        members = []
+    def params(self, arguments: Sequence[Argument]) -> tuple[bytes, Maps]:
+        """Lay the arguments out as the members of Params, each aligned as C++ aligns it."""
+        params, maps, strictest = b"", [], 1
         for argument in arguments:
             array = array_of(argument)
             if isinstance(argument, Tensor):
-                members.append(encode(self.address(array), array, argument.box, argument.swizzle))
+                member, alignment = bytes(MAP_BYTES), MAP_ALIGNMENT
             elif array is not None:
-                members.append(self.address(array).to_bytes(8, "little"))
+                member, alignment = self.address(array).to_bytes(8, "little"), 8
             else:
-                members.append(argument.tobytes())
-        return pack(members)
+                member, alignment = argument.tobytes(), argument.itemsize
+            params = params.ljust(rounded_up(len(params), alignment), b"\0")
+            if isinstance(argument, Tensor):
+                maps.append((len(params), argument.map(self.address(array))))
+            params += member
+            strictest = max(strictest, alignment)
+        return params.ljust(rounded_up(len(params), strictest), b"\0"), tuple(maps)
 
     def results(
         self, arguments: Sequence[Argument], fetch: Callable[[int, np.ndarray], np.ndarray]
     ) -> list[np.ndarray]:
         """Return the outputs; the other arrays must be what they were."""
         outputs = [out for argument in arguments if (out := output(argument)) is not None]
-        for array, address in self.placed.values():
+        for array, address in self._placed.values():
             if not any(array is out for out in outputs):
                 assert fetch(address, array).tobytes() == array.tobytes(), "an input was written"
         return [fetch(self.address(out), out) for out in outputs]
@@ -152,6 +173,11 @@ def output(argument: Argument) -> np.ndarray | None:
     return out.array if isinstance(out, Out) else None
 
 
+def rounded_up(size: int, alignment: int) -> int:
+    """Return the least multiple that is not smaller."""
+    return -(-size // alignment) * alignment
+
+
 @functools.cache
 def compiled(unit: str, arch: str) -> _jit.Cubin:
     """Return a unit as NVRTC compiles it, about which it must have nothing to remark."""
@@ -159,6 +185,19 @@ def compiled(unit: str, arch: str) -> _jit.Cubin:
     assert cubin.log == "", cubin.log
     assert cubin.resources.spill_stores == cubin.resources.stack == 0, cubin.resources
     return cubin
+
+
+def emulated_map(runtime: Any, tensor: TensorMap) -> bytes:
+    """Return the bytes of a tensor map as the emulator's copies read it."""
+    room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    start = -ctypes.addressof(room) % MAP_ALIGNMENT
+    dtype, rank, *view = operands(*tensor[1:])
+    runtime.emu_tensor_map.restype = ctypes.c_char_p
+    refusal = runtime.emu_tensor_map(
+        ctypes.byref(room, start), dtype, rank, ctypes.c_void_p(tensor.pointer), *view
+    )
+    assert refusal is None, refusal
+    return room.raw[start : start + MAP_BYTES]
 
 
 class Emulator:
@@ -169,11 +208,7 @@ class Emulator:
         self._runtime = build.runtime()
 
     def run(self, kernel: Kernel, *arguments: Argument) -> list[np.ndarray]:
-        """Run it as `Machine.run` says; the text has to compile for a card too."""
-        with contextlib.suppress(ModuleNotFoundError):
-            import cupy  # noqa: F401
-
-            compiled(kernel.unit, ARCH)
+        """Run it as `Machine.run` says."""
         allocations: list[int] = []
 
         def place(array: np.ndarray) -> int:
@@ -188,8 +223,9 @@ class Emulator:
 
         memory = Memory(place)
         try:
-            params = memory.params(arguments, functools.partial(emulated_map, self._runtime))
-            _emulator.run(kernel.launch(ARCH, params), self.seed)
+            launch = kernel.launch(ARCH, *memory.params(arguments))
+            params = launch.complete(functools.partial(emulated_map, self._runtime))
+            _emulator.run(dataclasses.replace(launch, params=params, maps=()), self.seed)
             return memory.results(arguments, fetch)
         finally:
             for address in allocations:
@@ -232,9 +268,8 @@ class Gpu:
 
         memory = Memory(place)
         with self._surviving():
-            params = memory.params(arguments, driver_map)
             gpu.poison_shared()
-            _launch.execute(kernel.launch(arch, params), 0, 0)
+            _launch.execute(kernel.launch(arch, *memory.params(arguments)), 0, 0)
             done = cupy.cuda.Event()
             done.record(cupy.cuda.Stream.null)
             self._wait(done)

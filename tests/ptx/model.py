@@ -111,3 +111,78 @@ def swizzled(offsets: Any, span: int) -> Any:
 def integers(rng: np.random.Generator, shape: Any, dtype: np.dtype, largest: int = 4) -> np.ndarray:
     """Return small integers, whose products and sums are exact in every order."""
     return rng.integers(-largest, largest + 1, shape).astype(np.float32).astype(dtype)
+
+
+# Operands of wgmma in shared memory (PTX ISA, "Matrix Descriptor", "Strides")
+
+LAYOUT_TYPES = {0: 0, 128: 1, 64: 2, 32: 3}
+K_BYTES = 32  # of one product, along K
+LINES = 8  # of a core matrix, and of a swizzle atom
+
+
+def shared_operand(matrix: np.ndarray, mn_major: bool, span: int) -> tuple[np.ndarray, list[int]]:
+    """Put a matrix [rows of A or columns of B, K] into shared memory, in panels of a swizzle.
+
+    A line runs along K, or along the rows or columns where the matrix is `mn_major`; a panel is all
+    lines, so many bytes wide as the swizzle (16 without one).
+
+    Returns
+    -------
+    memory : numpy.ndarray
+        Its bytes, from an address that is a multiple of 1024.
+    descriptors : list of int
+        Of each k-step, relative to that address.
+    """
+    lines = np.ascontiguousarray(matrix.T if mn_major else matrix)
+    width = span or 16
+    size = lines.shape[1] * lines.itemsize
+    panels, count = -(-size // width), len(lines)
+    padded = np.zeros((count, panels * width), np.uint8)
+    padded[:, :size] = lines.view(np.uint8)
+    flat = padded.reshape(count, panels, width).transpose(1, 0, 2).ravel()
+    memory = np.zeros(-(-flat.size // 1024) * 1024, np.uint8)
+    memory[swizzled(np.arange(flat.size), span)] = flat
+
+    panel, group = count * width, LINES * width  # bytes from one to the next
+    # Without a swizzle the leading dimension is K's, whichever way the lines run.
+    leading, stride = (group, panel) if mn_major and not span else (panel, group)
+    steps = matrix.shape[1] * matrix.itemsize // K_BYTES
+    descriptors = []
+    for step in range(steps):
+        if mn_major:
+            start = step * K_BYTES // matrix.itemsize * width
+        else:
+            start = step * K_BYTES // width * panel + step * K_BYTES % width
+        fields = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | LAYOUT_TYPES[span] << 62
+        descriptors.append(fields)
+    return memory, descriptors
+
+
+THREADS = np.arange(128)
+FIRST_ROW = THREADS // 32 * 16 + THREADS % 32 // 4
+
+
+def warpgroup_a(a: np.ndarray) -> np.ndarray:
+    """Return the registers [steps, 128, 4] of A [64, K] in wgmma."""
+    each = 4 // a.dtype.itemsize
+    steps = np.split(a, a.shape[1] // (8 * each), axis=1)
+    columns = (THREADS % 4 * each)[:, None] + np.arange(each)
+    return np.stack(
+        [
+            np.stack(
+                [
+                    words(step[(FIRST_ROW + 8 * (i % 2))[:, None], columns + 4 * each * (i // 2)])
+                    for i in range(4)
+                ],
+                axis=1,
+            )[..., 0]
+            for step in steps
+        ]
+    )
+
+
+def warpgroup_d(d: np.ndarray) -> np.ndarray:
+    """Return the fp32 registers [128, N / 2] of D [64, N] in wgmma."""
+    i = np.arange(d.shape[1] // 2)
+    rows = FIRST_ROW[:, None] + i // 2 % 2 * 8
+    return d[rows, i // 4 * 8 + THREADS[:, None] % 4 * 2 + i % 2]

@@ -13,8 +13,9 @@ WARP = Kernel(
     """
   const u32 t = threadIdx.x;
   const float x = p.x[t];
-  for (int mask = 1; mask < 32; ++mask) p.xor_[(mask - 1) * blockDim.x + t] = ptx::shfl_xor(x, mask);
-  for (u32 i = 0; i < 32; ++i) p.any[i * blockDim.x + t] = ptx::any(t % 32 == i && t / 32 != 1);
+  const u32 n = blockDim.x;
+  for (int mask = 1; mask < 32; ++mask) p.xor_[(mask - 1) * n + t] = ptx::shfl_xor(x, mask);
+  for (u32 i = 0; i < 32; ++i) p.any[i * n + t] = ptx::any(t % 32 == i && t / 32 != 1);
   p.lane[t] = ptx::lane();
   p.uniform[t] = ptx::uniform(1000 + t);
   p.opaque[t] = ptx::opaque(t);
