@@ -1,8 +1,9 @@
-"""What every test file may use: the skipping of GPU tests, random inputs."""
+"""What every test file may use: the skipping of GPU tests, a kernel cache, random inputs."""
 
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from tiny import Tiny
 
 # Set before the first import of the frameworks: JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The checkout's own, which stays from run to run: a kernel's key holds all that it depends on.
+CACHE = Path(__file__).resolve().parents[1] / "build" / "kernels"
+os.environ.setdefault("CUPYFLASH_CACHE_DIR", str(CACHE))
 
 
 def gpu_present() -> bool:
@@ -35,6 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def rng() -> np.random.Generator:
     """Return a random generator of a fixed seed."""
     return np.random.default_rng(2026)
+
+
+@pytest.fixture
+def cp() -> Any:
+    """Return CuPy, for the tests that a GPU is there for."""
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def torch_cuda() -> Any:
+    """Return torch where it is built for CUDA."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no CUDA")
+    return torch
 
 
 @pytest.fixture

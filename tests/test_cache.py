@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 from tiny import UNIT, Tiny, in_threads
 
@@ -497,3 +498,8 @@ def test_both_folders_of_the_environment_may_have_a_tilde(
     monkeypatch.setenv("CUPYFLASH_CUDA_DIR", "~/sources")
     assert _cache.directory() == tmp_path / "kernels"
     assert list(_jit.sources()) == ["device.cuh"]
+
+
+def test_tests_leave_the_users_cache_alone() -> None:
+    users = platformdirs.user_cache_path("cupyflash", appauthor=False)
+    assert users != _cache.directory()

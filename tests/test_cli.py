@@ -201,11 +201,8 @@ def test_explain_says_why_nothing_fits() -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """Keep compiled kernels from run to run."""
+def kernels() -> None:
     pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
-    folder = pytestconfig.cache.mkdir("cupyflash-kernels")
-    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
 
 
 @pytest.mark.usefixtures("kernels")

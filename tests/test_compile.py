@@ -85,14 +85,6 @@ def gate() -> list[Any]:
     ]
 
 
-@pytest.fixture
-def kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep cubins from run to run: their key holds all that they depend on."""
-    folder = pytestconfig.cache.mkdir("cupyflash-kernels")
-    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("row", "problem"), gate())
 def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Problem) -> None:
     assert row.config is not None

@@ -71,21 +71,6 @@ globals()[sys.argv[1]]()
 """
 
 
-@pytest.fixture
-def cp() -> Any:
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
-def torch_cuda() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this build of torch has no CUDA")
-    return torch
-
-
 @contextmanager
 def capture(stream: Any) -> Iterator[list[Any]]:
     """Record what CuPy's stream is given; the list holds the graph afterwards."""

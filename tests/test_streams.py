@@ -15,21 +15,6 @@ SHAPE = (1, 64, 2, 64)
 ROUNDS = range(1, 9)
 
 
-@pytest.fixture
-def cp() -> Any:
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
-def torch_cuda() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this build of torch has no CUDA")
-    return torch
-
-
 class Foreign:
     """A stream of another library, seen through the CUDA stream protocol."""
 
