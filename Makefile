@@ -13,7 +13,8 @@ CLANG_FORMAT := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' 'tests/*.cpp' | xargs -
 
 # Each step leaves a stamp, so that nothing is installed twice; a change of pyproject.toml runs them again.
 $(VENV)/.stamp-venv:
-	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer is needed and was not found; name one with PYTHON=...' >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed, and '$(PYTHON)' is none: name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25.1'  # the first that installs dependency groups
 	@touch $@
