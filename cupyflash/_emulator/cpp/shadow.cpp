@@ -34,7 +34,7 @@ bool Shadow::ordered(const Access &access, int warp, int lane, uint32_t time) {
   const Thread &self = access.thread;
   if (time == IN_FLIGHT) return false;
   if (warp != self.warp->number) return time <= self.warp->clock.time[warp];
-  return time <= self.warp->synced || (!access.whole_warp && lane == self.number % 32);
+  return time <= self.warp->synced || lane == ALL || (!access.whole_warp && lane == self.number % 32);
 }
 
 // Whether a plain store, which came before, is seen by the asynchronous proxy: its thread has fenced since, or this one
@@ -75,7 +75,7 @@ void Shadow::check_after_reads(size_t number, uint8_t bytes, const Access &acces
     if (read.time == IN_FLIGHT)
       fail(access.loc, "%s overwrites shared memory %+zd, which an instruction of warp %d in flight reads", access.name,
            static_cast<ssize_t>(number * 4), warp);
-    const bool many = read.lane == MANY;
+    const bool many = read.lane >= MANY;
     race(access, "overwrites", number,
          format(many ? "warp %d has read" : "thread %d has read", many ? warp : warp * 32 + read.lane));
   }
@@ -90,8 +90,11 @@ void Shadow::set_written(size_t number, uint8_t bytes, const Access &access) {
           false};
 }
 
-void Shadow::set_read(size_t number, uint8_t bytes, const Access &access, uint32_t time) {
-  const uint8_t lane = access.whole_warp ? MANY : access.thread.number % 32;
+uint8_t Shadow::lane_of(const Access &access) {
+  return access.whole_warp ? MANY : static_cast<uint8_t>(access.thread.number % 32);
+}
+
+void Shadow::set_read(size_t number, uint8_t bytes, const Access &access, uint32_t time, uint8_t lane) {
   Read &read = read_by(*access.thread.warp, number);
   const bool more = read.bytes && read.time == time;
   read = {time, more && read.lane != lane ? MANY : lane, static_cast<uint8_t>(more ? read.bytes | bytes : bytes)};
@@ -101,21 +104,22 @@ void Shadow::read(uint32_t offset, uint32_t bytes, const Access &access) {
   const Warp &warp = *access.thread.warp;
   each_word(offset, bytes, [&](size_t number, uint8_t mask) {
     check_after_write(number, mask, access, "reads");
-    if (read_by(warp, number).time != IN_FLIGHT) set_read(number, mask, access, warp.clock.time[warp.number]);
+    if (read_by(warp, number).time != IN_FLIGHT)
+      set_read(number, mask, access, warp.clock.time[warp.number], lane_of(access));
   });
 }
 
 void Shadow::begin_read(uint32_t offset, uint32_t bytes, const Access &access) {
   each_word(offset, bytes, [&](size_t number, uint8_t mask) {
     check_after_write(number, mask, access, "reads");
-    set_read(number, mask, access, IN_FLIGHT);
+    set_read(number, mask, access, IN_FLIGHT, lane_of(access));
   });
 }
 
 void Shadow::end_read(uint32_t offset, uint32_t bytes, const Access &access) {
-  const Warp &warp = *access.thread.warp;
-  each_word(offset, bytes,
-            [&](size_t number, uint8_t mask) { set_read(number, mask, access, warp.clock.time[warp.number]); });
+  const uint32_t now = access.thread.warp->clock.time[access.thread.warp->number];
+  const uint8_t lane = access.whole_warp ? ALL : lane_of(access);
+  each_word(offset, bytes, [&](size_t number, uint8_t mask) { set_read(number, mask, access, now, lane); });
 }
 
 void Shadow::write(uint32_t offset, uint32_t bytes, const Access &access) {

@@ -36,7 +36,7 @@ class Shadow {
   void begin_copy(uint32_t offset, uint32_t bytes, const Access &access);
   void end_copy(uint32_t offset, uint32_t bytes, const Access &access);
   void end_copy(uint32_t offset, uint32_t bytes, int barrier, uint32_t phase);
-  // They are read from the issue of an instruction until its warp has waited for it.
+  // They are read from the issue of an instruction until its thread, or all of its warp together, has waited for it.
   void begin_read(uint32_t offset, uint32_t bytes, const Access &access);
   void end_read(uint32_t offset, uint32_t bytes, const Access &access);
 
@@ -51,10 +51,10 @@ class Shadow {
   };
   struct Read {
     uint32_t time = 0;  // or IN_FLIGHT
-    uint8_t lane = 0;   // or MANY
+    uint8_t lane = 0;   // or MANY, or ALL: every lane knows
     uint8_t bytes = 0;
   };
-  static constexpr uint8_t MANY = 32;
+  static constexpr uint8_t MANY = 32, ALL = 33;
   static constexpr uint16_t COPY = 1024;
   static constexpr uint32_t IN_FLIGHT = ~0u;
 
@@ -68,7 +68,8 @@ class Shadow {
   void check_after_write(size_t word, uint8_t bytes, const Access &access, const char *verb) const;
   void check_after_reads(size_t word, uint8_t bytes, const Access &access) const;
   void set_written(size_t word, uint8_t bytes, const Access &access);
-  void set_read(size_t word, uint8_t bytes, const Access &access, uint32_t time);
+  void set_read(size_t word, uint8_t bytes, const Access &access, uint32_t time, uint8_t lane);
+  static uint8_t lane_of(const Access &access);
 };
 
 }  // namespace emu
