@@ -1,0 +1,101 @@
+// The online softmax in base 2 of the rows of a warpgroup's scores, with a reference that lags behind the maximum.
+//
+// Any reference m gives the same softmax as the maximum does, as long as no weight 2^(c s - m) overflows. So the
+// maximum is looked for in some key blocks only (`meet`), and in the others (`guess`) the weights are taken against the
+// reference that is there: if a sum of them is out of LIMIT, the block has to be met after all, from its scores. After
+// "Online normalizer calculation for softmax" (Milakov and Gimelshein 2018), with the lazy rescaling of
+// FlashAttention-4.
+#pragma once
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/warp.cuh"
+#include "tile/warpgroup.cuh"
+
+constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
+
+template <class T>
+constexpr float LIMIT = 65536.0f;  // O has the rest of fp32's range for its values
+template <>
+constexpr float LIMIT<Float16> = 8192.0f;  // weights are fp16 too
+
+template <class T>
+struct LazySoftmax {
+  static constexpr float LN_2 = 0.693147181f;
+  static constexpr float FUSED_LIMIT = 1024.0f;  // a larger reference loses bits of 1 in one fused multiply-add
+
+  float m[2], l[2];  // m: the reference as a score; l: this lane's share of the sum
+  float shrink[2];   // what the last key block made of the weights before it
+  bool settled;      // every row of the warp has a reference that guesses may use
+
+  DEVICE void reset() {
+    m[0] = m[1] = -INFINITE;
+    l[0] = l[1] = 0.0f;
+  }
+
+  // S becomes P = 2^(c (S - m)), with m moved to the maximum.
+  template <int N>
+  DEVICE void meet(Accumulator<N> &s, float c) {
+    float top[2] = {-INFINITE, -INFINITE};
+    s.each([&](float &score, int r, int) { top[r] = fmaxf(top[r], score); });
+    float base[2];
+    bool fused = true, sound = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
+      top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 2));
+      const float before = m[r];
+      m[r] = fmaxf(before, top[r]);
+      base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
+      shrink[r] = before == m[r] ? 1.0f : ptx::ex2((before - m[r]) * c);
+      l[r] *= shrink[r];
+      fused = fused && fabsf(base[r] * c) <= FUSED_LIMIT;
+      sound = sound && m[r] != -INFINITE;
+    }
+    settled = !ptx::any(!fused || !sound);
+    float mc[2] = {base[0] * c, base[1] * c}, factor = c;
+    if (ptx::any(!fused)) {
+      s.each([&](float &score, int r, int) { score = (score - base[r]) * c; });
+      mc[0] = mc[1] = 0.0f, factor = 1.0f;
+    }
+    float sum[2];
+    weigh(s, factor, mc, sum);
+    l[0] += sum[0], l[1] += sum[1];
+  }
+
+  // S becomes P against the reference that is there; false, for the whole warp, when the weights are of no use.
+  template <int N>
+  DEVICE bool guess(Accumulator<N> &s, float c) {
+    const float mc[2] = {m[0] * c, m[1] * c};
+    float sum[2];
+    weigh(s, c, mc, sum);
+    if (ptx::any(!(sum[0] < LIMIT<T>) || !(sum[1] < LIMIT<T>))) return false;
+    l[0] += sum[0], l[1] += sum[1];
+    shrink[0] = shrink[1] = 1.0f;
+    return true;
+  }
+
+  // Whether O has to be multiplied by shrink.
+  DEVICE bool moved() const { return ptx::any(shrink[0] != 1.0f || shrink[1] != 1.0f); }
+
+  // 1 / l, 0 for a row without keys, and the natural-log LSE, -inf for it.
+  DEVICE void finish(float c, float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l[r] += ptx::shfl_xor(l[r], 1);
+      l[r] += ptx::shfl_xor(l[r], 2);
+      inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+      lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * (c * LN_2) + ptx::lg2(l[r]) * LN_2;
+    }
+  }
+
+ private:
+  // P = 2^(c S - mc), and this lane's sums of it, each in two chains.
+  template <int N>
+  DEVICE static void weigh(Accumulator<N> &s, float c, const float (&mc)[2], float (&sum)[2]) {
+    float chain[2][2] = {};
+    s.each([&](float &score, int r, int column) {
+      chain[r][column / 8 % 2] += score = ptx::ex2(ptx::fma(score, c, -mc[r]));
+    });
+    sum[0] = chain[0][0] + chain[0][1], sum[1] = chain[1][0] + chain[1][1];
+  }
+};

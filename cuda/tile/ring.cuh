@@ -1,0 +1,34 @@
+// A ring of slots in shared memory between a producer, which fills them, and consumers, which empty them in the same
+// order: two barriers a slot.
+#pragma once
+#include "ptx/mbarrier.cuh"
+
+template <int SLOTS>
+struct Ring {
+  u64 full[SLOTS], empty[SLOTS];
+
+  // A slot is full when the producer has announced its bytes and all have landed, empty when `releases` releases came.
+  DEVICE void init(u32 releases) {
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      ptx::mbarrier_init(ptx::smem_address(&full[slot]), 1);
+      ptx::mbarrier_init(ptx::smem_address(&empty[slot]), releases);
+    }
+  }
+};
+
+// A place on a ring: the slot, and the parity of the phase that it is in.
+template <int SLOTS>
+struct Cursor {
+  u32 slot = 0, parity = 0;
+
+  DEVICE void advance() {
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
+  }
+
+  DEVICE u32 full(const Ring<SLOTS> &ring) const { return ptx::smem_address(ring.full) + slot * 8; }
+  DEVICE u32 empty(const Ring<SLOTS> &ring) const { return ptx::smem_address(ring.empty) + slot * 8; }
+
+  // The producer's wait for a slot to fill, which at first are all empty; the consumers' wait for what it brings.
+  DEVICE void wait_empty(const Ring<SLOTS> &ring) const { ptx::mbarrier_wait(empty(ring), parity ^ 1); }
+  DEVICE void wait_full(const Ring<SLOTS> &ring) const { ptx::mbarrier_wait(full(ring), parity); }
+};

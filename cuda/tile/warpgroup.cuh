@@ -1,0 +1,89 @@
+// Matrix products of a warpgroup, asynchronous: they are issued here, committed and waited for by the kernel, and until
+// then their registers are not to be touched.
+#pragma once
+#include "ptx/wgmma.cuh"
+#include "tile/panels.cuh"
+#include "tile/types.cuh"
+
+// What wgmma is for an element type.
+template <class T>
+struct Wgmma;
+
+template <>
+struct Wgmma<Bfloat16> {
+  template <int TRANS_A, int TRANS_B, int R>
+  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_bf16<TRANS_A, TRANS_B>(d, a, b, keep);
+  }
+  template <int TRANS_B, int R>
+  DEVICE static void multiply(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_bf16<TRANS_B>(d, a, b, keep);
+  }
+};
+
+template <>
+struct Wgmma<Float16> {
+  template <int TRANS_A, int TRANS_B, int R>
+  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_f16<TRANS_A, TRANS_B>(d, a, b, keep);
+  }
+  template <int TRANS_B, int R>
+  DEVICE static void multiply(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_f16<TRANS_B>(d, a, b, keep);
+  }
+};
+
+// 64 rows of a product in the registers of a warpgroup; each warp has sixteen rows, each thread parts of two.
+template <int N>
+struct Accumulator {
+  float x[N / 2];
+
+  // f(value, row, column): row 0 or 1 of this thread's, column from the accumulator's first column (lane 0's share).
+  template <class F>
+  DEVICE void each(F f) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) f(x[i], i / 2 % 2, i / 4 * 8 + i % 2);
+  }
+
+  DEVICE void zero() {
+    each([](float &value, int, int) { value = 0.0f; });
+  }
+
+  // Within the warp's sixteen rows, and within the accumulator.
+  DEVICE static int row(int index, u32 lane) { return index * 8 + static_cast<int>(lane / 4); }
+  DEVICE static int column(int index, u32 lane) { return index + static_cast<int>(lane % 4 * 2); }
+};
+
+// The A operand of the second product: weights in registers, whose layout as an accumulator is that of the operand.
+template <class T, int N>
+struct Weights {
+  u32 a[N / 16][4];
+
+  DEVICE void pack(const Accumulator<N> &p) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) a[i / 4][i % 4] = T::pair(p.x[2 * i], p.x[2 * i + 1]);
+  }
+};
+
+// S = Q K^T: 64 rows of Q against a tile of keys, both named by their shared address.
+template <class T, class Queries, class Keys, int D, int N>
+DEVICE void gemm_qk(Accumulator<N> &s, u32 q, u32 k) {
+  const u32 rows = AlongRows<Queries>::low(q), columns = AlongRows<Keys>::low(k);
+  s.each([](float &value, int, int) { ptx::undefined(value); });
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < D / 16; ++step)
+    Wgmma<T>::template multiply<0, 0>(s.x, descriptor(rows + AlongRows<Queries>::advance(step)),
+                                      descriptor(columns + AlongRows<Keys>::advance(step)), step > 0);
+}
+
+// O += P V, or O = P V when it is `fresh`.
+template <class T, class Values, int N, int DV>
+DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v, bool fresh) {
+  const u32 columns = DownColumns<Values>::low(v);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < N / 16; ++step)
+    Wgmma<T>::template multiply<1>(o.x, p.a[step], descriptor(columns + DownColumns<Values>::advance(step)),
+                                   step > 0 || !fresh);
+}
