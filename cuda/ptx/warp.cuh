@@ -7,6 +7,7 @@ namespace ptx {
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 shfl_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 // This thread's lane, read anew at each call: an address computed from it need not be kept across a loop.

@@ -16,6 +16,12 @@ DEVICE float shfl_xor(float x, int mask, emu::Loc loc = emu::Loc::here()) {
   return __builtin_bit_cast(float, shuffle.value);
 }
 
+DEVICE u32 shfl_xor(u32 x, int mask, emu::Loc loc = emu::Loc::here()) {
+  emu::Shuffle shuffle{x, emu::lane() ^ mask};
+  emu::together(emu::SHUFFLE, &shuffle, loc);
+  return shuffle.value;
+}
+
 DEVICE int uniform(int x, emu::Loc loc = emu::Loc::here()) {
   emu::Shuffle shuffle{static_cast<u32>(x), 0};
   emu::together(emu::SHUFFLE, &shuffle, loc);
