@@ -1,6 +1,10 @@
-"""The kernels of a GPU on the emulator, held against the oracle by the accuracy rule."""
+"""The kernels of a GPU on the emulator, held against the oracle by the accuracy rule; tiny ones."""
 
+import contextlib
+import ctypes
 import shutil
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +12,10 @@ import pytest
 from harness import GPU_KERNEL, Operand, Result, judge, same_bits, strided
 
 import cupyflash
+from cupyflash import _emulator
+from cupyflash._emulator import build
+from cupyflash._emulator.stats import Stats
+from cupyflash._launch import Launch
 
 # Asynchronous copies as late as possible, and threads at random, last in first out, by rank of
 # their warps: what catches most faults of synchronisation.
@@ -54,3 +62,47 @@ def arrays(*shape: int, dtype: Any = np.float16, seed: int = 1) -> tuple[np.ndar
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal(shape).astype(dtype) for _ in "qkv")
     return q, k, v
+
+
+TINY = """#include "ptx/atomic.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
+struct Params { float *x; u32 *counts; int n; };
+extern "C" __global__ void tiny(const __grid_constant__ Params p) {
+  const int i = threadIdx.x;
+  float *shared = ptx::shared<float[256]>();
+  %s
+}
+"""
+TINY_LINE = 8  # of the unit, where a body begins
+COUNTS = 8
+
+
+def tiny(body: str, params: bytes, blocks: int = 1) -> Launch:
+    """Return the launch of a kernel of a few lines, by blocks of 64 threads."""
+    return Launch(TINY % body, "tiny", "sm_90", (blocks, 1, 1), (64, 1, 1), 1024, params)
+
+
+class Numbers:
+    """What tiny kernels work on: `n` floats at x, NaN at first, and counts of zero."""
+
+    def __init__(self, x: int, counts: int, n: int) -> None:
+        self.params = struct.pack("<QQi4x", x, counts, n)
+        self.x = np.ctypeslib.as_array((ctypes.c_float * n).from_address(x))
+        self.counts = np.ctypeslib.as_array((ctypes.c_uint32 * COUNTS).from_address(counts))
+
+    def run(self, body: str, seed: int = 0, blocks: int = 1) -> Stats:
+        """Run a tiny kernel."""
+        return _emulator.run(tiny(body, self.params, blocks), seed)
+
+
+@contextlib.contextmanager
+def numbers(n: int = 4) -> Iterator[Numbers]:
+    """Let tiny kernels find guarded memory."""
+    runtime = build.runtime()
+    x, counts = runtime.emu_alloc(4 * n, b"x", 1), runtime.emu_alloc(4 * COUNTS, b"counts", 0)
+    try:
+        yield Numbers(x, counts, n)
+    finally:
+        runtime.emu_free(x)
+        runtime.emu_free(counts)

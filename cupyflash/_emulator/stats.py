@@ -11,15 +11,12 @@ __all__ = ["Counters", "Stats"]
 class Stats:
     """What the launches of a kernel did, summed over their blocks.
 
-    Only asynchronous copies are seen on their way from and to global memory: plain loads and stores
-    are not counted.
-
     Parameters
     ----------
     tiles_loaded_bytes : int
         Bytes that copies put into shared memory, their zero fill included.
     global_read_bytes, global_written_bytes : int
-        Bytes that copies read from global memory, and wrote there.
+        Bytes read from global memory, and written there, by loads, stores, sums and copies.
     mma, ldmatrix : int
         Matrix products, and loads of matrix fragments, of a warp.
     cp_async : int

@@ -7,7 +7,7 @@ extern "C" {
 // What a launch did, summed over its blocks.
 struct EmuStats {
   unsigned long long tiles_loaded_bytes;  // that asynchronous copies put into shared memory, zero fill included
-  unsigned long long global_read_bytes;   // from allocations; plain accesses are counted where they are watched
+  unsigned long long global_read_bytes;   // of allocations, by any access
   unsigned long long global_written_bytes;
   unsigned long long mma;  // warp-wide matrix products
   unsigned long long ldmatrix;

@@ -7,6 +7,7 @@ uint32_t atomic_add(uint32_t *global, uint32_t x, Loc loc) {
   check_global(global, sizeof x, "atom.add", loc);
   const uint32_t before = *global;
   *global = before + x;
+  wake_values();
   return before;
 }
 
@@ -14,6 +15,7 @@ uint32_t atomic_inc(uint32_t *global, uint32_t last, Loc loc) {
   check_global(global, sizeof last, "atom.inc", loc);
   const uint32_t before = *global;
   *global = before >= last ? 0 : before + 1;
+  wake_values();
   return before;
 }
 
@@ -26,6 +28,7 @@ void reduce_add(float *global, const float *x, uint32_t count, Loc loc) {
 void release_add(uint32_t *global, uint32_t x, Loc loc) {
   check_global(global, sizeof x, "red.release.add", loc);
   *global += x;
+  wake_values();
 }
 
 }  // namespace emu
