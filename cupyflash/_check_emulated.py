@@ -58,11 +58,15 @@ def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | No
     """Return how many tiles of keys (each with its values) were loaded, and how many were skipped.
 
     A tile is loaded whole, zeros past the ends of the arrays included. What goes by plain loads
-    (elements of an odd alignment) is not counted: then the numbers are None.
+    (elements of an odd alignment) is not counted, and the blocks of a persistent kernel are not its
+    tiles of queries: then the numbers are None.
     """
-    problem = case.request(ARCH).problem
+    problem, operands, *_ = case.request(ARCH)
     row = next(row for row in _kernels.KERNELS if row.name == kernel)
     assert row.config is not None
+    assert row.launch is not None
+    if row.launch(problem, operands).persistent:
+        return {"tiles_loaded": None, "tiles_skipped": None}
     config, itemsize = row.config(problem), ITEMSIZES[problem.dtype]
     queries = stats.blocks * config.block_q * config.head_dim * itemsize
     if stats.tiles_loaded_bytes < queries:

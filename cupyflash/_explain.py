@@ -85,7 +85,8 @@ class Explanation:
             lines.append("  config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()))
         if self.launch is not None:
             (blocks, _, _), (threads, _, _) = self.launch.grid, self.launch.block
-            lines.append(f"  launch     {blocks} blocks of {threads} threads, {self.launch.arch}")
+            each = "tiles, a block a multiprocessor," if self.launch.persistent else "blocks"
+            lines.append(f"  launch     {blocks} {each} of {threads} threads, {self.launch.arch}")
             lines.append(f"  shared     {self.launch.shared_bytes} bytes a block")
         if r := self.resources:
             spills = f"{r.spill_stores + r.spill_loads} bytes spilled, NVRTC {r.nvrtc_version}"

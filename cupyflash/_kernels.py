@@ -11,19 +11,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _cpu, _tuning, _unit, reference
-from ._array import ITEMSIZES, Array
+from ._array import Array
 from ._array.host import host_view
-from ._launch import FORWARD_BYTES, LOG2_E, Launch, pack_forward
+from ._forward import (
+    MAX_HEAD_DIM,
+    has_positive_scale,
+    heads_per_group,
+    refuse_dtype,
+    refuse_lengths,
+    refuse_modifiers,
+    tiles,
+)
+from ._launch import FORWARD_BYTES, Launch, pack_forward
 from ._problem import FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 
 __all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
 
 SM80_DTYPES = ("float16", "bfloat16", "float32")
-MAX_HEAD_DIM = _tuning.HEAD_DIMS[-1]
-MAX_LENGTH = 2**29  # sums of two positions, with a tile's padding, stay in 32 bits
 MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
-SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class KernelInfo(NamedTuple):
@@ -149,14 +155,8 @@ def rejections(problem: Problem) -> dict[str, str]:
     return found
 
 
-def _refuse_dtype(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
-    if problem.dtype in dtypes:
-        return None
-    return f"takes {', '.join(dtypes)}, got {problem.dtype}"
-
-
 def _host_dtypes(problem: Problem) -> str | None:
-    return _refuse_dtype(problem, FLOATS)
+    return refuse_dtype(problem, FLOATS)
 
 
 def _views(operands: Operands) -> dict[str, Any]:
@@ -197,14 +197,12 @@ def _refuse_sm80(problem: Problem) -> str | None:
     for name in ("head_dim", "head_dim_v"):
         if (dim := getattr(problem, name)) > MAX_HEAD_DIM:
             return f"needs {name} <= {MAX_HEAD_DIM}, got {dim}"
-    if problem.modifiers:
-        return f"does not take {', '.join(f'`{name}`' for name in problem.modifiers)}"
-    if reason := _refuse_dtype(problem, SM80_DTYPES):
+    reason = (
+        refuse_modifiers(problem) or refuse_dtype(problem, SM80_DTYPES) or refuse_lengths(problem)
+    )
+    if reason:
         return reason
-    longest = max(problem.len_q, problem.len_k)
-    if longest > MAX_LENGTH and not problem.empty:
-        return f"needs lengths up to {MAX_LENGTH}, got {longest}"
-    if (blocks := _blocks_sm80(problem, _config_sm80(problem))) > MAX_BLOCKS:
+    if (blocks := tiles(problem, _config_sm80(problem).block_q)) > MAX_BLOCKS:
         return f"launches at most {MAX_BLOCKS} blocks, this needs {blocks}"
     return None
 
@@ -219,32 +217,21 @@ def _config_sm80(problem: Problem) -> _tuning.ForwardSm80:
         mask=problem.band.cuda_type,
         mask_bytes=problem.band.cuda_bytes,
         width=problem.width,
-        positive_scale=problem.scale * LOG2_E >= SMALLEST_NORMAL,
+        positive_scale=has_positive_scale(problem),
         params_bytes=FORWARD_BYTES,
     )
 
 
-def _blocks_sm80(problem: Problem, config: _tuning.ForwardSm80) -> int:
-    return -(-problem.len_q // config.block_q) * problem.batch * problem.heads_q
-
-
 def _launch_sm80(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
     config = _config_sm80(problem)
-    group = _tuning.heads_per_group(
-        problem.len_k,
-        problem.head_dim,
-        problem.head_dim_v,
-        ITEMSIZES[problem.dtype],
-        problem.batch * problem.heads_q,
-    )
     return Launch(
         unit=_unit.render(FORWARD_SM80.name, config),
         symbol=FORWARD_SM80.name,
         arch=f"sm_{problem.arch}",
-        grid=(_blocks_sm80(problem, config), 1, 1),
-        block=(config.warps * 32, 1, 1),
+        grid=(tiles(problem, config.block_q), 1, 1),
+        block=(config.threads, 1, 1),
         shared_bytes=config.smem_bytes,
-        params=pack_forward(problem, operands, lse, group),
+        params=pack_forward(problem, operands, lse, heads_per_group(problem)),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _jit
+from . import _jit, _tickets
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, TensorMap, encode, moving
 from .errors import DeviceUnavailable
@@ -37,10 +37,11 @@ __all__ = [
 POINTERS = struct.Struct("<5Q")
 FORWARD = struct.Struct("<12q8if")
 BAND = struct.Struct("<3i")
-# Params of cuda/kernels/attention_fwd_sm90.cu start with tensor maps of q, k, v and out.
-MAPS_BYTES = 4 * BYTES
-OUTPUTS = struct.Struct("<2Q")  # the pointers to out and lse
 FORWARD_BYTES = POINTERS.size + FORWARD.size + BAND.size
+# Params of a kernel that takes tensor maps start with those of q, k, v and out, and the pointers to
+# out, lse and tickets.
+MAPS_BYTES = 4 * BYTES
+OUTPUTS = struct.Struct("<3Q")
 LOG2_E = math.log2(math.e)
 
 
@@ -57,6 +58,7 @@ class Launch:
     params: bytes
     maps: tuple[tuple[int, TensorMap], ...] = ()  # by offset in params, which leaves room for them
     persistent: bool = False  # a block computes tile after tile: one a multiprocessor is enough
+    tickets: bool = False  # whether the blocks draw the numbers of their tiles, see _tickets
 
     def blocks(self, multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid on a device of so many multiprocessors."""
@@ -98,10 +100,10 @@ class _Stream(NamedTuple):
 class Loaded:
     """A launch whose kernel is loaded on a device."""
 
-    __slots__ = ("_block", "_function", "_grid", "_shared_bytes")
+    __slots__ = ("_block", "_grid", "_shared_bytes", "function")
 
     def __init__(self, launch: Launch, function: Any, device: int) -> None:
-        self._function = function
+        self.function = function
         persistent = launch.persistent
         self._grid = launch.blocks(_jit.multiprocessors(device)) if persistent else launch.grid
         self._block = launch.block
@@ -109,7 +111,7 @@ class Loaded:
 
     def __call__(self, params: bytes, stream: int) -> None:
         """Launch with these parameters on a raw stream of the current device."""
-        self._function(
+        self.function(
             self._grid, self._block, (np.void(params),), self._shared_bytes, _Stream(stream)
         )
 
@@ -167,18 +169,20 @@ class Bound:
 class BoundMaps(Bound):
     """The same for a kernel that takes tensor maps of q, k, v and out, which move with them."""
 
-    __slots__ = ("_k", "_out", "_q", "_v")
+    __slots__ = ("_k", "_out", "_q", "_tickets", "_v")
 
-    def __init__(self, loaded: Loaded, launch: Launch) -> None:
+    def __init__(self, loaded: Loaded, launch: Launch, device: int) -> None:
         self._loaded = loaded
         self._q, self._k, self._v, self._out = (moving(tensor) for _, tensor in launch.maps)
+        self._tickets = _tickets.of(loaded.function, device) if launch.tickets else None
         self._rest = launch.params[MAPS_BYTES + OUTPUTS.size :]
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch on these pointers (``lse`` may be 0) and a raw stream of the current device."""
         maps = self._q(q), self._k(k), self._v(v), self._out(out)
         assert self._loaded is not None
-        self._loaded(b"".join((*maps, OUTPUTS.pack(out, lse), self._rest)), stream)
+        tickets = 0 if self._tickets is None else self._tickets(stream)
+        self._loaded(b"".join((*maps, OUTPUTS.pack(out, lse, tickets), self._rest)), stream)
 
 
 def bind(launch: Launch, device: int, *, capturing: bool = False) -> Bound:
@@ -186,7 +190,7 @@ def bind(launch: Launch, device: int, *, capturing: bool = False) -> Bound:
     if launch.grid[0] == 0:
         return Bound(None, launch)
     loaded = load(launch, device, capturing=capturing)
-    return BoundMaps(loaded, launch) if launch.maps else Bound(loaded, launch)
+    return BoundMaps(loaded, launch, device) if launch.maps else Bound(loaded, launch)
 
 
 def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 from ._array import HOST, ITEMSIZES, Array
 from ._array.host import host_view
 from ._scalars import random_state, scalars
+from ._tensor_map import MAX_STRIDE
 from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
 from .masks import Band
@@ -74,6 +75,9 @@ class Problem:
     modifiers: tuple[str, ...] = ()
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
     width: int = 16  # bytes that one access to q, k, v and out may have
+    odd_stride: int | None = (
+        None  # of q, k, v or out, in bytes, if one is no stride of a tensor map
+    )
     op: str = "forward"
 
     @property
@@ -162,6 +166,7 @@ def describe(
         modifiers=tuple(name for name in MODIFIERS if name in operands or numbers.get(name)),
         arch=arch,
         width=_width(operands, ITEMSIZES[dtype], arch),
+        odd_stride=_odd_stride(operands),
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state)
@@ -322,3 +327,14 @@ def _width(operands: Mapping[str, Array], itemsize: int, arch: int | None) -> in
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             width = math.gcd(width, stride * itemsize if size > 1 else 0)
     return width
+
+
+def _odd_stride(operands: Mapping[str, Array]) -> int | None:
+    """Return the first stride, in bytes, that is not from 1 to what a tensor map holds."""
+    for name in ("q", "k", "v", "out"):
+        array = operands[name]
+        for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
+            step = stride * ITEMSIZES[array.dtype]
+            if size > 1 and not 0 < step < MAX_STRIDE:
+                return step
+    return None

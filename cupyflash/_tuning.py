@@ -57,6 +57,11 @@ class ForwardSm80:
         """Rows of a tile of the output."""
         return self.warps * self.m_tiles * 16
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * 32
+
 
 Table = dict[int | tuple[int, int], tuple[Tiles, ...]]  # by class, or by a pair of classes
 

@@ -111,16 +111,20 @@ class Seen:
         from cupyflash import _cpu, _launch
 
         self.calls: list[tuple[int, ...]] = []
-        run, launch = _cpu.attention, _launch.Loaded.__call__
+        run = _cpu.attention
 
         def on_host(q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> None:
             arrays = [q, k, v, out, *([] if lse is None else [lse])]
             self.calls.append(tuple(x.__array_interface__["data"][0] for x in arrays))
             run(q=q, k=k, v=v, out=out, lse=lse, **options)
 
-        def on_gpu(loaded: Any, params: bytes, stream: int) -> None:
-            self.calls.append(_launch.POINTERS.unpack_from(params))
-            launch(loaded, params, stream)
+        def on_gpu(launch: Any) -> Any:
+            def call(bound: Any, *arguments: int) -> None:
+                self.calls.append(arguments[:5])
+                launch(bound, *arguments)
+
+            return call
 
         monkeypatch.setattr(_cpu, "attention", on_host)
-        monkeypatch.setattr(_launch.Loaded, "__call__", on_gpu)
+        for kind in (_launch.Bound, _launch.BoundMaps):
+            monkeypatch.setattr(kind, "__call__", on_gpu(kind.__call__))

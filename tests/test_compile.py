@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cupyflash import _jit, _unit
-from cupyflash._array import ITEMSIZES
+from cupyflash import _jit
+from cupyflash._array import ITEMSIZES, Array, contiguous_strides
 from cupyflash._kernels import KERNELS, Kernel
-from cupyflash._problem import Problem
+from cupyflash._problem import Operands, Problem
 from cupyflash._tuning import HEAD_DIMS, UNEQUAL
 from cupyflash.masks import Band
 
@@ -54,6 +54,20 @@ def problem(
     return Problem(dtype=dtype, head_dim=head_dim, arch=arch, **(facts | changes))
 
 
+def operands(problem: Problem) -> Operands:
+    """Arrays at no address, which a launch describes."""
+    p = problem
+    shapes = (
+        (p.batch, p.len_q, p.heads_q, p.head_dim),
+        (p.batch, p.len_k, p.heads_k, p.head_dim),
+        (p.batch, p.len_k, p.heads_k, p.head_dim_v),
+        (p.batch, p.len_q, p.heads_q, p.head_dim_v),
+    )
+    return Operands(
+        *(Array(0, x, contiguous_strides(x), p.dtype, 0, "no", False, None) for x in shapes)
+    )
+
+
 def narrow(dtype: str) -> list[int]:
     """Return the widths of an access, in bytes, that are less than the widest."""
     return [width for width in (2, 4, 8) if width >= ITEMSIZES[dtype]]
@@ -89,16 +103,16 @@ def gate() -> list[Any]:
 def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Problem) -> None:
     assert row.config is not None
     assert problem.arch is not None
-    config = row.config(problem)
-    cubin = _jit.compile(_unit.render(row.name, config), row.name, f"sm_{problem.arch}")
+    assert row.launch is not None
+    launch, config = row.launch(problem, operands(problem)), row.config(problem)
+    cubin = _jit.compile(launch.unit, launch.symbol, launch.arch)
     used = cubin.resources
     assert cubin.log == ""
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
-    threads = 32 * config.warps
     blocks = max(1, config.min_blocks)  # that a multiprocessor is promised to hold
-    assert used.registers * threads * blocks <= REGISTERS
+    assert used.registers * launch.block[0] * blocks <= REGISTERS
     multiprocessor, block = (kibibytes * 1024 for kibibytes in SHARED[problem.arch])
-    shared = used.shared + config.smem_bytes
+    shared = used.shared + launch.shared_bytes
     assert shared <= block
     assert blocks * (shared + SYSTEM_BYTES) <= multiprocessor
 

@@ -11,7 +11,13 @@ import pytest
 from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, install
 
 import cupyflash
-from cupyflash import DeviceUnavailable, InvalidArgument, InvalidType, UnsupportedProblem, _launch
+from cupyflash import (
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidType,
+    UnsupportedProblem,
+    _launch,
+)
 from cupyflash._tensor_map import TensorMap
 
 SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
@@ -220,6 +226,17 @@ def test_no_keys_is_a_launch_that_writes(fake: FakeGpu, rng: np.random.Generator
     assert len(fake.launches) == 1
 
 
+@pytest.mark.parametrize(
+    ("step", "odd"), [(2**40 - 16, None), (2**40, 2**40), (-(2**40), -(2**40))]
+)
+def test_a_stride_that_no_map_holds_is_named(step: int, odd: int | None, fake: FakeGpu) -> None:
+    """Nothing is read."""
+    x = np.lib.stride_tricks.as_strided(np.zeros(1, np.float16), (3, 1, 1, 8), (step, 2, 2, 2))
+    records = {name: fake.adapter.array(FakeArray(x), name) for name in "qkv"}
+    problem, _ = cupyflash._problem.describe(records, arch=90)
+    assert problem.odd_stride == odd
+
+
 # Plans
 
 
@@ -396,7 +413,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> tuple[_launch.Launch, list[Any]]:
     monkeypatch.setattr(_launch, "encode", encoded)
     monkeypatch.setattr("cupyflash._tensor_map.encode", encoded)
     maps = tuple((128 * n, tensor) for n, tensor in enumerate(TENSORS))
-    params = bytes(4 * 128 + 16) + TAIL
+    params = bytes(4 * 128 + 3 * 8) + TAIL
     return _launch.Launch("", "f", "sm_90a", (9, 1, 1), (64, 1, 1), 0, params, maps), given
 
 
@@ -407,8 +424,22 @@ def test_a_warm_call_moves_the_tensor_maps(mapped: tuple[_launch.Launch, list[An
         bound(q, k, v, out, lse, 7)
         moved = zip(TENSORS, (q, k, v, out), strict=True)
         expected = b"".join(encoded(x._replace(pointer=p)) for x, p in moved)
-        outputs = np.array([out, lse], np.uint64).tobytes()
+        outputs = np.array([out, lse, 0], np.uint64).tobytes()
         assert given.pop() == ((9, 1, 1), expected + outputs + TAIL, 7)
+
+
+def test_tickets_are_those_of_the_stream(
+    mapped: tuple[_launch.Launch, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, given = mapped
+    monkeypatch.setattr(
+        "cupyflash._tickets.of", lambda function, device: lambda stream: 4096 + 8 * stream + device
+    )
+    bound = _launch.bind(dataclasses.replace(launch, tickets=True), 0)
+    for stream in (5, 7):
+        bound(16, 16, 16, 32, 48, stream)
+        outputs = np.array([32, 48, 4096 + 8 * stream], np.uint64).tobytes()
+        assert given.pop()[1][512:] == outputs + TAIL
 
 
 def test_the_maps_of_a_launch_are_encoded_where_it_runs(

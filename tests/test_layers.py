@@ -15,13 +15,16 @@ FLOORS = (
     {"errors", "masks", "_philox", "reference", "_packed", "_accuracy"},  # leaves, for anyone
     # compiling (_jit over _nvrtc and _cache), arrays, the driver; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
-    {"_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_cpu", "_online"},
+    {
+        "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_forward",
+        "_cpu", "_online",
+    },
     {"_kernels", "_emulator"},
     {"_jax"},
     {"_attention", "_call", "_explain", "_versions"},
     {"_check", "_check_emulated", "_bench"},
     {"cli", "_console"},
-)
+)  # fmt: skip
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 # What a module may import from outside, beyond the standard library and the base dependencies.

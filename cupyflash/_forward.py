@@ -1,0 +1,65 @@
+"""What the forward kernels of a GPU have in common: limits that they state in words, and sizes."""
+
+import numpy as np
+
+from . import _tuning
+from ._array import ITEMSIZES
+from ._launch import LOG2_E
+from ._problem import Problem
+
+__all__ = [
+    "MAX_HEAD_DIM",
+    "has_positive_scale",
+    "heads_per_group",
+    "refuse_dtype",
+    "refuse_lengths",
+    "refuse_modifiers",
+    "tiles",
+]
+
+MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**29  # sums of two positions, with a tile's padding, stay in 32 bits
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+def refuse_dtype(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
+    """Return what is wrong with the element type, as the rest of a sentence, or None."""
+    if problem.dtype in dtypes:
+        return None
+    return f"takes {', '.join(dtypes)}, got {problem.dtype}"
+
+
+def refuse_modifiers(problem: Problem) -> str | None:
+    """Return which options are not taken, by a kernel that takes none beyond the band, or None."""
+    if not problem.modifiers:
+        return None
+    return f"does not take {', '.join(f'`{name}`' for name in problem.modifiers)}"
+
+
+def refuse_lengths(problem: Problem) -> str | None:
+    """Return which length is beyond 32-bit positions, or None."""
+    longest = max(problem.len_q, problem.len_k)
+    if longest <= MAX_LENGTH or problem.empty:
+        return None
+    return f"needs lengths up to {MAX_LENGTH}, got {longest}"
+
+
+def tiles(problem: Problem, block_q: int) -> int:
+    """Return how many tiles of so many rows the output has."""
+    return -(-problem.len_q // block_q) * problem.batch * problem.heads_q
+
+
+def heads_per_group(problem: Problem) -> int:
+    """Return how many heads share the L2 cache."""
+    return _tuning.heads_per_group(
+        problem.len_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        ITEMSIZES[problem.dtype],
+        problem.batch * problem.heads_q,
+    )
+
+
+def has_positive_scale(problem: Problem) -> bool:
+    """Return whether the scale in base 2 is a positive normal fp32 number."""
+    return problem.scale * LOG2_E >= SMALLEST_NORMAL
