@@ -7,7 +7,7 @@ import pytest
 from machine import Kernel, Machine, Out
 from model import BFLOAT16, E4M3, E5M2, FLOAT16, integers, shared_operand, warpgroup_a, warpgroup_d
 
-SHARED = 64 * 1024
+SHARED = 64 * 1024  # bytes
 WIDTHS = range(16, 257, 16)
 SPANS = [0, 32, 64, 128]
 
@@ -39,7 +39,7 @@ DEVICE void end(float (&d)[SIZE], const Params &p) {
 }
 """
 BODY = """
-  u32 *shared = ptx::shared<u32[]>();
+  u32 *shared = ptx::shared<u32[16384]>();
   const u32 t = threadIdx.x;
   for (u32 i = t; i < p.bytes / 4; i += blockDim.x) shared[i] = p.memory[i];
   ptx::fence_proxy_async();
