@@ -7,7 +7,7 @@ from . import _explain, _kernels, _versions
 from ._call import call
 from ._explain import Explanation
 from ._kernels import KernelInfo
-from ._scalars import architecture, drawn_state
+from ._scalars import architecture, drawn_state, integer
 
 if TYPE_CHECKING:
     from ._emulator import Session
@@ -165,7 +165,7 @@ def emulate(*, seed: int = 0, arch: int | str = 90) -> "AbstractContextManager[S
     """
     from . import _emulator
 
-    return _emulator.session(seed, architecture(arch))
+    return _emulator.session(integer("seed", seed), architecture(arch))
 
 
 def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Explanation:

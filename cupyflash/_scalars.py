@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import operator
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "architecture",
     "drawn_state",
     "flag",
+    "integer",
     "number",
     "random_state",
     "recorded_state",
@@ -90,6 +92,14 @@ def architecture(arch: Any) -> int:
             f"`arch` must be a compute capability like 90 or 'sm_90', got {arch!r:.60}"
         )
     return int(match[1])
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer of any library's type as Python's."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidType(f"`{name}` must be an integer, got {value!r:.60}") from None
 
 
 def number(name: str, value: Any) -> float:

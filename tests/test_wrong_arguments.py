@@ -225,3 +225,9 @@ def test_messages(arguments: dict[str, Any], words: str) -> None:
 def test_the_architecture_of_the_emulator(arch: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^`arch` must be a compute capability"):
         cupyflash.emulate(arch=arch)
+
+
+@pytest.mark.parametrize("seed", ["1", 1.5, None, [1]], ids=repr)
+def test_the_seed_of_the_emulator(seed: Any) -> None:
+    with pytest.raises(InvalidType, match=r"^`seed` must be an integer"):
+        cupyflash.emulate(seed=seed)
