@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 SHELL  := /bin/bash
-CLANG_FORMAT := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' 'tests/*.cpp' | xargs -0 $(BIN)/clang-format
+CLANG_FORMAT := git ls-files -z 'cuda/*.cu' 'cuda/*.cuh' 'cupyflash/_emulator/cpp/*' 'tests/*.cpp' ':!*.md' | xargs -0 $(BIN)/clang-format
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -27,7 +27,7 @@ $(VENV)/.stamp-%: pyproject.toml $(VENV)/.stamp-base
 	$(PIP) install --quiet --group $*
 	@touch $@
 
-.PHONY: help check gpu test test-frameworks lint format wheel clean
+.PHONY: help check gpu test test-frameworks test-nightly lint format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,11 @@ test: $(VENV)/.stamp-test  ## the test-suite (what needs a GPU or a framework th
 
 test-frameworks: $(VENV)/.stamp-test $(VENV)/.stamp-frameworks  ## the adapters' tests, with torch and JAX
 	$(PYTEST) -m frameworks
+
+# Every fourth seed copies as late as it may, and 36 are all orders, paces and numbers of blocks.
+test-nightly: $(VENV)/.stamp-test  ## the emulator's tests with more seeds, and under AddressSanitizer
+	CUPYFLASH_EMULATOR_SEEDS=$${CUPYFLASH_EMULATOR_SEEDS:-48} $(PYTEST) -m 'nightly or not gpu' --timeout 3600 \
+		tests/test_emula*.py tests/test_mutations.py tests/test_check_emulated.py
 
 lint: $(VENV)/.stamp-lint  ## ruff, mypy, clang-format, typos
 	$(BIN)/ruff check .

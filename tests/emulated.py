@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from cupyflash._emulator.stats import Stats
 from cupyflash._launch import Launch
 
 # Asynchronous copies as late as possible, and threads at random, last in first out, by rank of
-# their warps: what catches most faults of synchronisation.
-SEEDS = (0, 2, 3)
+# their warps: what catches most faults of synchronisation. `make test-nightly` asks for more.
+NIGHTLY = int(os.environ.get("CUPYFLASH_EMULATOR_SEEDS", 0))
+SEEDS = tuple(range(NIGHTLY)) or (0, 2, 3)
 ARCH = 90
 
 needs_compiler = pytest.mark.skipif(

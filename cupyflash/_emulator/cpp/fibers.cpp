@@ -7,6 +7,9 @@
 
 #include <new>
 
+// AddressSanitizer's, in a process that has it: what a unit's functions did to a stack and did not undo is forgotten.
+extern "C" void __asan_unpoison_memory_region(const volatile void *begin, size_t bytes) __attribute__((weak));
+
 namespace emu {
 
 Stack Stack::allocate() {
@@ -17,7 +20,10 @@ Stack Stack::allocate() {
   return {static_cast<unsigned char *>(memory) + GUARD};
 }
 
-void Stack::refill() { memset(begin + BYTES - REFILLED, 0xff, REFILLED); }
+void Stack::refill() {
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(begin, BYTES);
+  memset(begin + BYTES - REFILLED, 0xff, REFILLED);
+}
 
 __attribute__((noinline)) void refill_below() {
   unsigned char dead[8 << 10];

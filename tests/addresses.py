@@ -1,0 +1,34 @@
+"""Emulated kernels under AddressSanitizer, in a process of its own: ``addresses.py {clean,fault}``.
+
+``clean`` runs problems with several seeds and holds them against the oracle; ``fault`` writes past
+an array of a thread, to see whether the sanitizer looks. Its library has to be loaded before
+Python's: LD_PRELOAD says so to this process, not to those that it starts.
+"""
+
+import os
+import sys
+
+del os.environ["LD_PRELOAD"]
+
+from cases import SMOKE
+from emulated import check, numbers
+
+from cupyflash._emulator import build
+
+SEEDS = range(0, 12, 2)
+
+
+def clean() -> None:
+    for case in SMOKE:
+        check(*case.arrays(), seeds=tuple(SEEDS), **case.options)
+        print(case.id)
+
+
+def fault() -> None:
+    with numbers() as given:
+        given.run("float a[4]; a[p.n] = 1; a[p.n - 1] = 2; p.x[i % 4] = a[p.n - 1];")
+
+
+if __name__ == "__main__":
+    build.WATCHED = ("-fsanitize=address",)  # of units; the runtime stays plain
+    {"clean": clean, "fault": fault}[sys.argv[1]]()
