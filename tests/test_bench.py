@@ -10,8 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyflash import InvalidArgument, reference
-from cupyflash._bench import environment, peers, results, run, runner, suites, sweep, timing, truth
+from cupyflash import InvalidArgument, _jit, reference
+from cupyflash._bench import (
+    environment,
+    peers,
+    results,
+    run,
+    runner,
+    suites,
+    sweep,
+    timing,
+    truth,
+    units,
+)
 from cupyflash._bench.case import DTYPES, Case, mask_options, short_dtype, split_masks
 
 SMALL = Case("fp32", 1, 70, 70, 2, 1, 16, 16, "causal")
@@ -527,3 +538,15 @@ def test_the_oracle_is_asked_once_for_all_results_of_a_case(monkeypatch) -> None
     group = run.Group((SMALL,), (peer("a", oracle), peer("b", oracle)), "cpu")
     assert all("error" not in row for row in measured(group))
     assert len(asked) == 4  # the first and last rows of the first and last head
+
+
+def test_all_that_a_suite_needs_is_compiled_before_it_starts(monkeypatch) -> None:
+    asked: list[Case] = []
+    monkeypatch.setattr(_jit, "compute_capability", lambda device: 90)
+    monkeypatch.setattr(units.Unit, "compile", lambda unit: asked.append(unit.case))
+    sweep.compile_ahead(suites.hopper())
+    cases = [case for group in suites.hopper() for case in group.cases]
+    assert set(asked) >= {case for case in cases if case.dtype != "e4m3"}
+    asked.clear()
+    sweep.compile_ahead((run.Group((SMALL,), (), "cpu"),))
+    assert asked == []
