@@ -5,7 +5,8 @@
     python bench/run.py hopper --rows "D128 causal" --peers fa3  # a part of it
     python bench/run.py cpu                                      # anywhere
 
-The file is written after each problem, so that an interrupted run keeps what it has.
+The file is written after each problem, so that an interrupted run keeps what it has. That of a part
+is named ``<suite>-part``, and replaces no whole one.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from cupyflash._bench import results, sweep
 from cupyflash._bench.run import Effort
 from cupyflash._bench.suites import EFFORTS, narrowed, suites
 
+BEGIN = time.perf_counter()
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 
@@ -43,9 +45,8 @@ def main(
     **parts: Any,
 ) -> None:
     """Measure the suites NAMES, and exit with 1 if cupyflash failed in any."""
-    failed = False
+    failed, part = False, "-part" if any(parts.values()) else ""
     for name in names:
-        begin = time.perf_counter()
         effort = EFFORTS.get(name, Effort())
         effort = dataclasses.replace(
             effort, rounds=rounds or effort.rounds, budget_s=budget or effort.budget_s
@@ -55,15 +56,20 @@ def main(
             if not groups:
                 raise click.UsageError(f"no problem of {name} is found by --rows {parts['rows']}")
             document = sweep.document(
-                name, groups, effort, tell, commit, lambda part, name=name: save(part, out, name)
+                name,
+                groups,
+                effort,
+                tell,
+                commit,
+                keep=lambda found, name=name: save(found, out, name + part),
             )
         except CupyflashError as error:
             raise click.ClickException(str(error)) from error
-        path = save(document, out, name)
+        path = save(document, out, name + part)
         click.echo(results.markdown(document["rows"]))
         for fault in results.faults(document["rows"]):
             tell(fault)
-        tell(f"{path}, after {time.perf_counter() - begin:.0f} s")
+        tell(str(path))
         failed |= results.own_failed(document["rows"])
     raise SystemExit(int(failed))
 
@@ -76,8 +82,8 @@ def save(document: results.Document, out: Path, suite: str) -> Path:
 
 
 def tell(text: str) -> None:
-    """Say what is going on, on stderr."""
-    click.echo(text, err=True)
+    """Say what is going on, and since when, on stderr."""
+    click.echo(f"{time.perf_counter() - BEGIN:5.0f} s  {text}", err=True)
 
 
 if __name__ == "__main__":
