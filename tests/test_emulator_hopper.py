@@ -59,47 +59,55 @@ DEVICE void function_%d(const Params &p, Shared &s) {
 }
 """
 
+READ = """
+      for (int j = 0; j < 4; ++j) x[j] = s.tile[i % 2][c + 64 * j];
+"""
+RELEASE = """
+      ptx::warp_barrier();
+      if (lane == 0) ptx::mbarrier_arrive(empty[i % 2]);
+"""
+
 # One warp loads the tiles of x into two slots, two warps write them, doubled, to y.
-PIPELINE = """
-  if (t == 0) {
-    for (int i = 0; i < 2; ++i) {
+PIPELINE = f"""
+  if (t == 0) {{
+    for (int i = 0; i < 2; ++i) {{
       ptx::mbarrier_init(full[i], 1);
       ptx::mbarrier_init(empty[i], 2);
-    }
+    }}
     ptx::fence_mbarrier_init();
-  }
+  }}
   ptx::barrier();
-  if (warp == 0) {
-    if (ptx::elect()) {
-      for (int i = 0; i < 5; ++i) {
+  if (warp == 0) {{
+    if (ptx::elect()) {{
+      for (int i = 0; i < 5; ++i) {{
         ptx::mbarrier_wait(empty[i % 2], i / 2 % 2 ^ 1);
         ptx::mbarrier_arrive_expect_tx(full[i % 2], 1024);
         ptx::tma_load_4d(tile[i % 2], p.in, full[i % 2], 0, 8 * i, 0, 0);
-      }
-    }
-  } else {
+      }}
+    }}
+  }} else {{
     const int c = t - 32;
-    for (int i = 0; i < 5; ++i) {
+    for (int i = 0; i < 5; ++i) {{
       float x[4];
       ptx::mbarrier_wait(full[i % 2], i / 2 % 2);
-      for (int j = 0; j < 4; ++j) x[j] = s.tile[i % 2][c + 64 * j];
-      ptx::warp_barrier();
-      if (lane == 0) ptx::mbarrier_arrive(empty[i % 2]);
-      if (c == 0) ptx::bulk_wait_read<0>();
+{READ}{RELEASE}      if (c == 0) ptx::bulk_wait_read<0>();
       ptx::named_barrier_sync(1, 64);
       for (int j = 0; j < 4; ++j) s.staged[c + 64 * j] = 2 * x[j];
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(2, 64);
-      if (c == 0) {
+      if (c == 0) {{
         ptx::tma_store_4d(p.out, staged, 0, 8 * i, 0, 0);
         ptx::bulk_commit();
-      }
-    }
+      }}
+    }}
     if (c == 0) ptx::bulk_wait_read<0>();  // before the exit
-  }
+  }}
 """
 
 IN_FLIGHT = "into which a copy is in flight"
+UNORDERED = "no barrier stands between"
+UNFENCED = r"thread \d+ has written, and no fence.proxy.async stands between"
+BEING_READ = "which an instruction of warp 1 in flight reads"
 
 # Edits of the pipeline, and what they lead to with every seed.
 MUTANTS = {
@@ -112,7 +120,7 @@ MUTANTS = {
     "all lanes produce": ("if (ptx::elect())", "", f"{IN_FLIGHT}|more arrivals than its 1"),
     "the consumers do not wait": (
         "ptx::mbarrier_wait(full[i % 2], i / 2 % 2);", "",
-        "more arrivals than its 1|which nobody wrote",
+        rf"which thread \d+ has read, and {UNORDERED}|a load reads .* {IN_FLIGHT}",
     ),
     "half of the bytes are announced": (
         "full[i % 2], 1024", "full[i % 2], 512", "tx bytes -512|more arrivals|" + IN_FLIGHT,
@@ -126,18 +134,22 @@ MUTANTS = {
     "one consumer too many is expected": (
         "empty[i], 2", "empty[i], 3", "pending arrivals 1 of 3",
     ),
+    "the consumers release a tile before they read it": (
+        f"{READ}{RELEASE}", f"{RELEASE}{READ}",
+        rf"which thread \d+ has read, and {UNORDERED}|a load reads .* {IN_FLIGHT}",
+    ),
     "copies are not told of the barriers": (
         "ptx::fence_mbarrier_init();", "", "no fence.mbarrier_init of the thread that made",
     ),
     "the barriers are used before they are made": (
-        "  ptx::barrier();", "", "used before its init|no barrier stands between",
+        "  ptx::barrier();", "", f"used before its init|{UNORDERED}",
     ),
     "a barrier is made twice": (
         "ptx::mbarrier_init(full[i], 1);", "ptx::mbarrier_init(full[0], 1);", "was made before",
     ),
     "a barrier takes no arrival": ("full[i], 1", "full[i], 0", "with 0 arrivals"),
     "a barrier is overwritten": (
-        "const int c = t - 32;", "const int c = t - 32; s.full[1] = 0;",
+        "ptx::fence_mbarrier_init();", "ptx::fence_mbarrier_init(); s.full[1] = 0;",
         r"the mbarrier at \+3080 \(made at unit.cpp:\d+\) was overwritten",
     ),
     "a parity is no bit": ("i / 2 % 2);", "i / 2 % 2 + 2);", "with parity [23]: 0 or 1"),
@@ -153,38 +165,40 @@ MUTANTS = {
     "a tile in flight is written": (
         "ptx::tma_load_4d(tile[i % 2], p.in, full[i % 2], 0, 8 * i, 0, 0);",
         "ptx::tma_load_4d(tile[i % 2], p.in, full[i % 2], 0, 8 * i, 0, 0); s.tile[i % 2][3] = 1;",
-        r"\+\d+ was written while this copy into it was in flight",
+        f"a store overwrites .* {IN_FLIGHT}",
     ),
     "no fence before the store": (
-        "ptx::fence_proxy_async();", "", "stored to, and no fence.proxy.async stands between",
+        "ptx::fence_proxy_async();", "", UNFENCED,
+    ),
+    "the fence of one thread before the store": (
+        "ptx::fence_proxy_async();", "if (c == 0) ptx::fence_proxy_async();", UNFENCED,
     ),
     "the fence comes before the stores": (
         "for (int j = 0; j < 4; ++j) s.staged[c + 64 * j] = 2 * x[j];\n"
         "      ptx::fence_proxy_async();",
         "ptx::fence_proxy_async(); ptx::named_barrier_sync(3, 64);"
         "for (int j = 0; j < 4; ++j) s.staged[c + 64 * j] = 2 * x[j];",
-        "stored to, and no fence.proxy.async stands between",
+        UNFENCED,
     ),
     "the staged tile is not waited for": (
-        "if (c == 0) ptx::bulk_wait_read<0>();\n", "", "was written before this copy from it was",
+        "if (c == 0) ptx::bulk_wait_read<0>();\n", "", BEING_READ,
     ),
     "one group too few is waited for": (
         "if (c == 0) ptx::bulk_wait_read<0>();\n", "if (c == 0) ptx::bulk_wait_read<1>();\n",
-        "was written before this copy from it was|in flight reads",
+        BEING_READ,
     ),
     "the store is not committed": (
-        "ptx::bulk_commit();", "", "written before this copy|exited before TMA store had read",
+        "ptx::bulk_commit();", "", BEING_READ,
     ),
     "the last store is not waited for": (
         "if (c == 0) ptx::bulk_wait_read<0>();  // before", "//",
         "exited before TMA store had read",
     ),
     "no barrier after the wait for the store": (
-        "ptx::named_barrier_sync(1, 64);", "", "was written before this copy from it was",
+        "ptx::named_barrier_sync(1, 64);", "", BEING_READ,
     ),
     "no barrier before the store": (
-        "ptx::named_barrier_sync(2, 64);", "",
-        "no fence.proxy.async|was written before|which nobody wrote",
+        "ptx::named_barrier_sync(2, 64);", "", rf"thread \d+ has written, and {UNORDERED}",
     ),
     "a barrier of too many": (
         "sync(2, 64)", "sync(2, 96)", "named barrier 2, 64 of 96 threads have come",
@@ -271,13 +285,13 @@ FAULTS = {
     "matrices of another warp": (
         f"{MATRIX} if (warp == 0) ptx::stmatrix_x4(row, d);"
         "if (warp == 1) ptx::ldmatrix_x4(d, row);",
-        r"which (thread \d+|warp 1) has (written|read), and no barrier stands between",
+        rf"which (thread \d+|warp 1) has (written|read), and {UNORDERED}",
     ),
     "an arrival before the stores": (
         f"{MATRIX} {ONE_BARRIER} if (t == 0) ptx::mbarrier_arrive(full[0]);"
         "if (warp == 1) ptx::mbarrier_wait(full[0], 0);"
         "if (warp == 0) ptx::stmatrix_x4(row, d); if (warp == 1) ptx::ldmatrix_x4(d, row);",
-        "has (written|read), and no barrier stands between",
+        f"has (written|read), and {UNORDERED}",
     ),
     "registers of one warp": (
         "if (warp == 0) ptx::registers_decrease<24>();",
