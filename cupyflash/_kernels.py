@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _cpu, _tuning, _unit, reference
+from . import _cpu, _forward_sm90, _tuning, _unit, reference
 from ._array import Array
 from ._array.host import host_view
 from ._forward import (
@@ -235,6 +235,19 @@ def _launch_sm80(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
     )
 
 
+FORWARD_SM90 = Kernel(
+    name=_forward_sm90.NAME,
+    op="forward",
+    arch=range(90, 91),
+    needs=(
+        f"{', '.join(_forward_sm90.DTYPES)}; head dims <= {MAX_HEAD_DIM}; causal and windows; "
+        "memory that TMA can address"
+    ),
+    unsupported=_forward_sm90.refusal,
+    config=_forward_sm90.config,
+    launch=_forward_sm90.launch,
+)
+
 FORWARD_SM80 = Kernel(
     name="attention_fwd_sm80",
     op="forward",
@@ -264,5 +277,5 @@ REFERENCE = Kernel(
     run=_run_reference,
 )
 
-KERNELS = (FORWARD_SM80, CPU, REFERENCE)
+KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE)
 HOST_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.arch is None)

@@ -1,19 +1,20 @@
 """A GPU that is none: arrays of a made-up framework, and a kernel that computes on the host.
 
-The kernel decodes the bytes of a launch by the C struct of attention_fwd_sm80 and computes with the
-oracle through the pointers and strides that it finds there, so that a wrong byte is a wrong result.
+The kernel decodes the bytes of a launch by the C struct of attention_fwd_sm80 or attention_fwd_sm90
+and computes with the oracle through the pointers and strides that it finds there, so that a wrong
+byte is a wrong result. The driver that encodes tensor maps is one whose maps can be read.
 """
 
 import ctypes
 import re
-from ctypes import c_float, c_int, c_longlong, c_void_p
+from ctypes import c_float, c_int, c_longlong, c_uint, c_ulonglong, c_void_p
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from cupyflash import _array, _call, _jit, _launch, reference
+from cupyflash import _array, _call, _driver, _jit, _launch, _tensor_map, reference
 from cupyflash._array import Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
@@ -31,6 +32,36 @@ class Params(ctypes.Structure):
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group")),
         ("scale", c_float),
         *((name, c_int) for name in ("left", "right", "bottom_right")),
+    ]
+
+
+class Map(ctypes.Structure):
+    """A tensor map of the fake driver: 128 bytes that say what it was asked for."""
+
+    _fields_ = [
+        ("pointer", c_ulonglong),
+        ("shape", c_ulonglong * 4),
+        ("strides", c_ulonglong * 3),
+        ("box", c_uint * 4),
+        ("dtype", c_int),
+        ("swizzle", c_int),
+        ("rest", ctypes.c_char * 40),
+    ]
+
+
+class ParamsSm90(ctypes.Structure):
+    """Params of cuda/kernels/attention_fwd_sm90.cu, with the natural alignment of C."""
+
+    _fields_ = [
+        *((name, Map) for name in ("q", "k", "v", "o")),
+        *((name, c_void_p) for name in ("out", "lse", "tickets")),
+        *((f"o_{axis}", c_longlong) for axis in ("batch", "row", "head")),
+        *((f"{x}_descale", c_longlong * 3) for x in "qkv"),
+        *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
+        *((name, c_int) for name in ("head_dim_v", "group")),
+        ("scale", c_float),
+        *((name, c_int) for name in ("left", "right", "bottom_right")),
+        ("padding", ctypes.c_char * 28),  # to the alignment of a tensor map
     ]
 
 
@@ -99,9 +130,10 @@ class FakeKernel:
     ) -> None:
         (argument,) = args
         assert type(argument) is np.void  # by value
-        assert argument.itemsize == ctypes.sizeof(Params)
+        struct: Any = ParamsSm90 if "attention_fwd_sm90" in self.unit else Params
+        assert argument.itemsize == ctypes.sizeof(struct)
         assert shared_mem == self.shared_bytes
-        p = Params.from_buffer_copy(argument.tobytes())
+        p = struct.from_buffer_copy(argument.tobytes())
         self.launches.append(
             SimpleNamespace(
                 grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p
@@ -109,32 +141,64 @@ class FakeKernel:
         )
         self.compute(p)
 
-    def compute(self, p: Params) -> None:
+    def compute(self, p: Any) -> None:
         dtype = re.search(r"using T = (\w+);", self.unit)[1].lower()
         has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
         left, right = (
             x if flag == "true" else -1 for x, flag in zip((p.left, p.right), has, strict=True)
         )
-
-        def view(x: str, length: int, heads: int, dim: int) -> np.ndarray:
-            strides = tuple(getattr(p, f"{x}_{axis}") for axis in ("batch", "row", "head"))
-            shape = (p.batch, length, heads, dim)
-            return host_view(
-                Array(getattr(p, x) or 0, shape, (*strides, 1), dtype, -1, "fake", False, None)
-            )
-
         out, lse = reference.attention(
-            view("q", p.len_q, p.heads_q, p.head_dim),
-            view("k", p.len_k, p.heads_k, p.head_dim),
-            view("v", p.len_k, p.heads_k, p.head_dim_v),
+            *(self.view(p, x, dtype) for x in "qkv"),
             softmax_scale=p.scale / LOG2_E,
             window_size=(left, right),
             alignment="bottom_right" if p.bottom_right else "top_left",
         )
-        view("o", p.len_q, p.heads_q, p.head_dim_v)[...] = out
+        self.view(p, "o", dtype)[...] = out
         if p.lse:
             strides = _array.contiguous_strides(lse.shape)
             host_view(Array(p.lse, lse.shape, strides, "float32", -1, "", False, None))[...] = lse
+
+    def view(self, p: Any, x: str, dtype: str) -> np.ndarray:
+        """The operand that the parameters describe."""
+        if isinstance(p, ParamsSm90):
+            return self.mapped(p, x, dtype)
+        length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
+        shape = (p.batch, length, heads, p.head_dim if x in "qk" else p.head_dim_v)
+        strides = tuple(getattr(p, f"{x}_{axis}") for axis in ("batch", "row", "head"))
+        return host_view(
+            Array(getattr(p, x) or 0, shape, (*strides, 1), dtype, -1, "fake", False, None)
+        )
+
+    def mapped(self, p: ParamsSm90, x: str, dtype: str) -> np.ndarray:
+        tensor = getattr(p, x)
+        block_k = int(re.search(r"BLOCK_K = (\d+);", self.unit)[1])
+        assert list(tensor.box) == [64, {"q": 64, "o": 16}.get(x, block_k), 1, 1]
+        assert (tensor.dtype, tensor.swizzle) == (_tensor_map.DTYPES[dtype], 3)
+        length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
+        assert list(tensor.shape[1:]) == [length, heads, p.batch]
+        row, head, batch = (stride // 2 for stride in tensor.strides)
+        if x == "o":
+            assert tensor.shape[0] == p.head_dim_v
+            assert tensor.pointer == p.out
+            used = {"batch": batch, "row": row, "head": head}
+            sizes = {"batch": p.batch, "row": p.len_q, "head": p.heads_q}
+            for axis, stride in used.items():
+                assert sizes[axis] == 1 or getattr(p, f"o_{axis}") == stride
+        shape = (p.batch, length, heads, tensor.shape[0])
+        strides = (batch, row, head, 1)
+        return host_view(Array(tensor.pointer, shape, strides, dtype, -1, "fake", False, None))
+
+
+def encode_tiled(
+    room: Any, dtype: int, rank: int, pointer: int, shape: Any, strides: Any, box: Any, steps: Any,
+    interleave: int, swizzle: int, promotion: int, outside: int,
+) -> int:  # fmt: skip
+    """Stands for cuTensorMapEncodeTiled."""
+    ctypes.memset(room, 0, ctypes.sizeof(Map))
+    tensor = Map.from_address(ctypes.cast(room, c_void_p).value or 0)
+    tensor.pointer, tensor.dtype, tensor.swizzle = pointer, dtype, swizzle
+    tensor.shape[:], tensor.strides[:], tensor.box[:] = shape, strides, box
+    return 0
 
 
 class Guard:
@@ -156,7 +220,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.adapter = FakeAdapter()
-        self.capability = 90
+        self.capability = 80
         self.launches: list[SimpleNamespace] = []
         self.compiled: list[tuple[str, str, str]] = []
         self.loaded: list[tuple[str, int, int]] = []
@@ -177,6 +241,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(_jit, "compile", gpu.compile)
     monkeypatch.setattr(_jit, "load", gpu.load)
     monkeypatch.setattr(_jit, "compute_capability", lambda device: gpu.capability)
+    monkeypatch.setattr(_jit, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_driver, "function", {"cuTensorMapEncodeTiled": encode_tiled}.__getitem__)
     monkeypatch.setattr(_call, "device_guard", Guard)
     monkeypatch.setattr(_launch, "_functions", {})
     monkeypatch.setattr(Guard, "entered", [])

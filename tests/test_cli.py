@@ -177,9 +177,9 @@ def test_info_says_what_is_here(monkeypatch, tmp_path: Path) -> None:
 def test_explain_needs_no_gpu() -> None:
     done = run("explain", "--arch", "sm_90", "--mask", "causal", "--head-dim", "128")
     assert done.exit_code == 0
-    assert "attention_fwd_sm80" in done.stdout
+    assert "attention_fwd_sm90" in done.stdout
     answer = json.loads(run("explain", "--arch", "sm_90", "--json").stdout)
-    assert answer["kernel"] == "attention_fwd_sm80"
+    assert answer["kernel"] == "attention_fwd_sm90"
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -225,12 +225,12 @@ def test_compile_fills_the_cache_for_several_architectures() -> None:
     rows = json.loads(run(*words, "--json").stdout)
     assert [(row["arch"], row["spill_stores"], row["log"]) for row in rows] == [
         ("sm_80", 0, ""),
-        ("sm_90", 0, ""),
+        ("sm_90a", 0, ""),
     ]
     assert run(*words).stdout == "2 kernels are in the cache\n"
     assert "registers" in run(*words, "--stats").stdout
     listed = json.loads(run("cache", "list", "--json").stdout)
-    assert {"sm_80", "sm_90"} <= {row["arch"] for row in listed}
+    assert {"sm_80", "sm_90a"} <= {row["arch"] for row in listed}
 
 
 @pytest.mark.usefixtures("kernels")

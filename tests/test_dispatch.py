@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem, _kernels
+from cupyflash import (
+    InvalidArgument,
+    InvalidType,
+    UnsupportedProblem,
+    _kernels,
+    _tuning,
+    _tuning_sm90,
+)
 from cupyflash._kernels import KERNELS, rejections, select
 from cupyflash._problem import MODIFIERS, Problem
 from cupyflash.masks import Band
 
-SM80 = "attention_fwd_sm80"
+SM80, SM90 = "attention_fwd_sm80", "attention_fwd_sm90"
 
 
 def problem(**changes: Any) -> Problem:
@@ -46,6 +53,7 @@ def test_kernels_lists_the_table_for_people() -> None:
     assert [row.name for row in rows] == [kernel.name for kernel in KERNELS]
     by_name = {row.name: row for row in rows}
     assert by_name[SM80].arch == "8.0 or newer"
+    assert by_name[SM90].arch == "9.0"
     assert by_name["cpu"].arch == "host"
     assert {row.op for row in rows} == {"forward"}
     assert "head dims <= 256" in by_name[SM80].needs
@@ -59,7 +67,8 @@ def test_kernels_lists_the_table_for_people() -> None:
 def test_every_gpu_from_ampere_on_has_a_kernel(arch: int, dtype: str) -> None:
     for head_dim in (0, 1, 16, 17, 80, 255, 256):
         chosen = select(problem(arch=arch, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim))
-        assert chosen.name == SM80
+        hopper = arch == 90 and dtype != "float32" and head_dim in (16, 80, 256)
+        assert chosen.name == (SM90 if hopper else SM80)
 
 
 def test_the_host_has_the_cpu_path() -> None:
@@ -95,12 +104,45 @@ def test_every_row_gives_its_reason(changes: dict[str, Any], words: str) -> None
         select(problem(**changes), SM80)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arch": 100}, "needs compute capability 9.0, this is 10.0"),
+        ({"dtype": "float32"}, "takes float16, bfloat16, got float32"),
+        ({"modifiers": ("softcap",)}, "does not take `softcap`"),
+        ({"head_dim": 0, "head_dim_v": 64}, "needs head_dim from 8 to 256 in steps of 8, got 0"),
+        ({"head_dim_v": 60}, "needs head_dim_v from 8 to 256 in steps of 8, got 60"),
+        ({"head_dim_v": 264}, "needs head_dim_v from 8 to 256 in steps of 8, got 264"),
+        ({"head_dim_v": 64}, r"needs .* of one class \(64, 96, .* 192 and 128, got 128 and 64"),
+        ({"head_dim": 200, "head_dim_v": 128}, "of one class .*, got 200 and 128"),
+        ({"width": 8}, "multiples of 16 bytes, q, k, v and out have multiples of 8"),
+        ({"odd_stride": 0}, "needs strides from 16 to 1099511627760 bytes, got 0"),
+        ({"odd_stride": -256}, "needs strides from 16 to .*, got -256"),
+        ({"len_k": 0}, "needs keys, got len_k 0"),
+        ({"len_k": 2**29 + 1}, "needs lengths up to 536870912, got 536870913"),
+        ({"len_q": 2**29, "batch": 2**7}, "computes at most 1073741824 tiles, this needs"),
+    ],
+)
+def test_the_kernel_of_hopper_leaves_the_rest_to_others(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"cannot be used: {SM90} .*{words}"):
+        select(problem(**changes), SM90)
+    assert rejections(problem(**changes))[SM90].startswith(f"{SM90} ")
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (192, 128), (56, 120), (72, 96), (160, 192)])
+def test_the_kernel_of_hopper_takes_pairs_of_classes(dims: tuple[int, int]) -> None:
+    assert select(problem(head_dim=dims[0], head_dim_v=dims[1])).name == SM90
+    assert select(problem(head_dim=dims[0], head_dim_v=dims[1], batch=0, len_k=0)).name == SM90
+
+
 def test_a_row_of_the_wrong_place_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedProblem, match=r"`kernel` is 'cpu'.*these are on a GPU"):
         select(problem(), "cpu")
     with pytest.raises(UnsupportedProblem, match=f"`kernel` is '{SM80}'.*in host memory"):
         select(problem(arch=None), SM80)
-    with pytest.raises(InvalidArgument, match=f"one of '{SM80}', 'cpu', 'reference', got 'fast'"):
+    with pytest.raises(InvalidArgument, match=f"one of '{SM90}', '{SM80}', 'cpu', .*got 'fast'"):
         select(problem(), "fast")
 
 
@@ -112,15 +154,16 @@ def test_another_operation_has_no_row() -> None:
 def test_rejections_are_those_that_would_not_be_chosen() -> None:
     assert set(rejections(problem())) == {"cpu", "reference"}
     on_host = rejections(problem(arch=None))
-    assert set(on_host) == {SM80, "reference"}
+    assert set(on_host) == {SM80, SM90, "reference"}
     assert on_host["reference"] == "reference runs only when it is named"
 
 
 # What selects a unit
 
 
-def test_lengths_batch_heads_and_scalars_change_no_configuration() -> None:
-    kernel = select(problem())
+@pytest.mark.parametrize("name", [SM80, SM90])
+def test_lengths_batch_heads_and_scalars_change_no_configuration(name: str) -> None:
+    kernel = select(problem(), name)
     assert kernel.config is not None
     first = kernel.config(problem())
     for changes in (
@@ -132,21 +175,31 @@ def test_lengths_batch_heads_and_scalars_change_no_configuration() -> None:
     bounded = problem(band=Band(5, 7))
     assert kernel.config(bounded) == kernel.config(problem(band=Band(9, 0)))
     for changes in (
-        {"band": Band(5, 7)}, {"band": Band(None, 0)}, {"width": 4}, {"dtype": "float16"},
+        {"band": Band(5, 7)}, {"band": Band(None, 0)}, {"dtype": "float16"},
         {"head_dim": 64, "head_dim_v": 64}, {"scale": 0.0}, {"scale": -1.0},
     ):  # fmt: skip
         assert kernel.config(problem(**changes)) != first
+    assert (kernel.config(problem(width=4)) != first) == (name == SM80)
     assert kernel.config(problem(scale=-1.0)) == kernel.config(problem(scale=0.0))
 
 
 def test_configurations_fit_their_class() -> None:
-    kernel = select(problem())
+    kernel = select(problem(), SM80)
     assert kernel.config is not None
     for head_dim in range(257):
         config = kernel.config(problem(head_dim=head_dim, head_dim_v=256 - head_dim))
         assert config.head_dim >= max(head_dim, 1)
         assert config.head_dim_v >= max(256 - head_dim, 1)
         assert config.head_dim % 16 == config.head_dim_v % 16 == 0
+
+
+def test_tiles_of_hopper_fit_its_shared_memory() -> None:
+    for dims, tiles in _tuning_sm90.HALF.items():
+        shared = _tuning_sm90.shared_bytes(dims[0], dims[1], tiles)
+        assert shared <= _tuning.shared_limit(90)
+        assert tiles.block_k % 16 == 0  # of a product
+        assert 2 <= tiles.consumers <= 3
+        assert dims[:2] in _tuning_sm90.HALF
 
 
 # Explanations
@@ -168,6 +221,15 @@ def test_explain_from_sizes_needs_no_gpu() -> None:
     assert 5 < len(page.splitlines()) < 30
 
 
+def test_explain_of_a_persistent_kernel() -> None:
+    said = cupyflash.explain(len_q=2048, head_dim=128, heads_q=16, causal=True)
+    assert said.kernel == SM90
+    assert said.launch is not None
+    assert said.launch.arch == "sm_90a"
+    tiles = 2048 // 128 * 16
+    assert f"{tiles} tiles, a block a multiprocessor, of 384 threads, sm_90a" in str(said)
+
+
 def test_explain_tells_registers_where_nvrtc_is() -> None:
     pytest.importorskip("cupy")
     said = cupyflash.explain(len_q=64, head_dim=64)
@@ -183,7 +245,7 @@ def test_explain_without_nvrtc_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("cupyflash._jit.compile", missing)
     said = cupyflash.explain(len_q=64, head_dim=64)
-    assert said.kernel == SM80
+    assert said.kernel == SM90
     assert said.resources is None
     assert "NVRTC cannot be loaded" in str(said)
 

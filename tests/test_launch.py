@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, install
+from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, ParamsSm90, install
 
 import cupyflash
 from cupyflash import (
@@ -16,6 +16,7 @@ from cupyflash import (
     InvalidArgument,
     InvalidType,
     UnsupportedProblem,
+    _forward_sm90,
     _launch,
 )
 from cupyflash._tensor_map import TensorMap
@@ -26,6 +27,12 @@ SHAPES = {"q": (2, 21, 6, 24), "k": (2, 33, 2, 24), "v": (2, 33, 2, 16)}
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return install(monkeypatch)
+
+
+@pytest.fixture
+def hopper(fake: FakeGpu) -> FakeGpu:
+    fake.capability = 90
+    return fake
 
 
 def draw(rng: np.random.Generator, dtype: Any = "float16", **shapes: Any) -> list[np.ndarray]:
@@ -226,6 +233,99 @@ def test_no_keys_is_a_launch_that_writes(fake: FakeGpu, rng: np.random.Generator
     assert len(fake.launches) == 1
 
 
+# The kernel of compute capability 9.0
+
+
+def test_the_struct_of_sm90_has_the_layout_of_c() -> None:
+    assert ctypes.sizeof(ParamsSm90) == _forward_sm90.PARAMS_BYTES == 704
+    assert ParamsSm90.out.offset == _launch.MAPS_BYTES == 512
+    assert ParamsSm90.o_batch.offset == 512 + _launch.OUTPUTS.size
+    assert ParamsSm90.scale.offset == 660
+    assert ParamsSm90.left.offset == 664
+
+
+def test_every_field_of_params_of_sm90(hopper: FakeGpu, rng: np.random.Generator) -> None:
+    q, k, v = draw(rng)
+    out = np.zeros((2, 21, 6, 24), np.float16)[..., 8:]
+    attention(q, k, v, causal=True, window_size=(5, 9), softmax_scale=0.3, out=out)
+    (launch,) = hopper.launches
+    p = launch.p
+    for name, x in {"q": q, "k": k, "v": v, "o": out}.items():
+        tensor = getattr(p, name)
+        assert tensor.pointer == x.ctypes.data
+        assert list(tensor.shape) == [x.shape[axis] for axis in (3, 1, 2, 0)]
+        assert list(tensor.strides) == [x.strides[axis] for axis in (1, 2, 0)]
+    assert (p.out, p.lse, p.tickets) == (out.ctypes.data, None, None)
+    assert not any(p.q_descale[:] + p.k_descale[:] + p.v_descale[:])
+    assert (p.batch, p.len_q, p.len_k, p.heads_q, p.heads_k) == (2, 21, 33, 6, 2)
+    assert p.head_dim_v == 16
+    assert 1 <= p.group <= 12
+    assert p.scale == np.float32(0.3 * LOG2_E)
+    assert (p.left, p.right, p.bottom_right) == (5, 0, 1)
+    assert "using Mask = Band<true, true>;" in launch.unit
+    assert hopper.compiled[0][1:] == ("attention_fwd_sm90", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "alignment": "top_left"},
+        {"window_size": (3, 8)},
+        {"window_size": (0, -1), "softmax_scale": -0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_launch_of_sm90_computes_attention(
+    options: dict[str, Any], dtype: str, hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    arrays = draw(rng, dtype)
+    for _ in range(2):
+        out, lse = attention(*arrays, return_lse=True, **options)
+        expected, sums = cupyflash.attention(
+            *arrays, return_lse=True, kernel="reference", **options
+        )
+        np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=1e-2, atol=1e-3)
+        np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
+    assert len(hopper.launches) == 2
+    assert len(hopper.compiled) == 1
+
+
+def test_maps_describe_any_order_of_dimensions(hopper: FakeGpu, rng: np.random.Generator) -> None:
+    q, k, v = draw(rng)
+    expected = attention(q, k, v, causal=True)
+    for axes in itertools.permutations(range(3)):
+        back = (*(axes.index(axis) for axis in range(3)), 3)
+        moved = [np.ascontiguousarray(x.transpose(*axes, 3)).transpose(back) for x in (q, k, v)]
+        assert np.array_equal(attention(*moved, causal=True), expected)
+    gaps = [np.pad(x, ((0, 0), (0, 0), (1, 1), (8, 16)))[:, :, 1:-1, 8:-16] for x in (q, k, v)]
+    assert np.array_equal(attention(*gaps, causal=True), expected)
+    turned = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    heads_first = attention(*turned, causal=True, layout="bhsd")
+    assert np.array_equal(heads_first.transpose(0, 2, 1, 3), expected)
+    assert hopper.adapter.copies == 0
+    assert {symbol for _, symbol, _ in hopper.compiled} == {"attention_fwd_sm90"}
+
+
+def test_memory_that_no_map_describes_goes_to_another_kernel(
+    hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    q, k, v = draw(rng)
+    expected = attention(q, k, v)
+    for changed in (
+        [q, k[:, ::-1].copy()[:, ::-1], v],
+        [q, np.pad(k, ((0, 0), (0, 0), (0, 0), (0, 1)))[..., :-1], v],
+        [q, np.pad(k, ((0, 0), (0, 0), (0, 0), (4, 4)))[..., 4:-4], v],
+    ):
+        assert np.array_equal(attention(*changed), expected)
+        assert hopper.compiled[-1][1:] == ("attention_fwd_sm80", "sm_90")
+    shared = np.broadcast_to(k[:1], k.shape)
+    assert np.array_equal(attention(q, shared, v), attention(q, shared.copy(), v))
+    assert "attention_fwd_sm80" in hopper.launches[-2].unit
+    assert "attention_fwd_sm90" in hopper.launches[-1].unit
+
+
 @pytest.mark.parametrize(
     ("step", "odd"), [(2**40 - 16, None), (2**40, 2**40), (-(2**40), -(2**40))]
 )
@@ -235,6 +335,51 @@ def test_a_stride_that_no_map_holds_is_named(step: int, odd: int | None, fake: F
     records = {name: fake.adapter.array(FakeArray(x), name) for name in "qkv"}
     problem, _ = cupyflash._problem.describe(records, arch=90)
     assert problem.odd_stride == odd
+
+
+def test_dimensions_of_size_1_may_have_any_stride(
+    hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    for shape in itertools.product((1, 2), (1, 5), (1, 2)):
+        arrays = draw(rng, **dict.fromkeys("qkv", (*shape, 40)))
+        odd = [
+            np.lib.stride_tricks.as_strided(
+                x, x.shape, [s if n > 1 else 6 for s, n in zip(x.strides, x.shape, strict=True)]
+            )
+            for x in arrays
+        ]
+        expected = cupyflash.attention(*arrays)
+        np.testing.assert_allclose(
+            attention(*odd).astype(float), expected.astype(float), rtol=1e-2, atol=1e-3
+        )
+    assert {symbol for _, symbol, _ in hopper.compiled} == {"attention_fwd_sm90"}
+
+
+def test_the_grid_of_sm90_has_no_more_blocks_than_tiles_or_multiprocessors(
+    hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    for len_q, batch in ((1, 1), (192, 2), (193, 12)):
+        arrays = draw(rng, q=(batch, len_q, 6, 24), k=(batch, 3, 2, 24), v=(batch, 3, 2, 16))
+        attention(*arrays)
+        launch = hopper.launches[-1]
+        constants = dict(
+            line.removeprefix("  static constexpr int ").rstrip(";").split(" = ")
+            for line in launch.unit.splitlines()
+            if line.startswith("  static constexpr int ")
+        )
+        tiles = -(-len_q // (64 * int(constants["CONSUMERS"]))) * batch * 6
+        assert launch.grid == (min(132, tiles), 1, 1)
+        assert launch.block == (128 * (1 + int(constants["CONSUMERS"])), 1, 1)
+        assert launch.shared == int(constants["SMEM_BYTES"])
+        assert int(constants["PARAMS_BYTES"]) == ctypes.sizeof(ParamsSm90)
+
+
+def test_nothing_of_sm90_is_launched_or_encoded_where_there_is_no_query(hopper: FakeGpu) -> None:
+    x = np.zeros((2, 0, 2, 64), np.float16)
+    for _ in range(2):
+        assert attention(x, x, x).shape == x.shape
+    assert not hopper.launches
+    assert not hopper.compiled
 
 
 # Plans

@@ -16,8 +16,8 @@ FLOORS = (
     # compiling (_jit over _nvrtc and _cache), arrays, the driver; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
     {
-        "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_forward",
-        "_cpu", "_online",
+        "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_tuning_sm90",
+        "_forward", "_forward_sm90", "_cpu", "_online",
     },
     {"_kernels", "_emulator"},
     {"_jax"},

@@ -1,0 +1,144 @@
+"""The host's side of cuda/kernels/attention_fwd_sm90.cu: what it takes, its Params, its launch."""
+
+import struct
+
+from . import _unit
+from ._array import ITEMSIZES
+from ._forward import (
+    MAX_HEAD_DIM,
+    has_positive_scale,
+    heads_per_group,
+    refuse_dtype,
+    refuse_lengths,
+    refuse_modifiers,
+    tiles,
+)
+from ._launch import BAND, LOG2_E, MAPS_BYTES, OUTPUTS, Launch
+from ._problem import Operands, Problem
+from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
+from ._tuning_sm90 import HEAD_DIMS, ForwardSm90, forward_sm90, head_dim_classes
+
+__all__ = ["DTYPES", "NAME", "PARAMS_BYTES", "config", "launch", "refusal"]
+
+NAME = "attention_fwd_sm90"
+DTYPES: tuple[str, ...] = ("float16", "bfloat16")
+UNIT = 16  # bytes: of addresses, strides and rows
+MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
+
+# What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit q, k and v
+# are multiplied by, a pointer and two strides each; 7 integers and the scale, in units of log 2; the
+# mask's own, and padding to the alignment of a map.
+REST = struct.Struct("<3q72x7if")
+PARAMS_BYTES = -(-(MAPS_BYTES + OUTPUTS.size + REST.size + BAND.size) // 64) * 64
+
+ROWS_Q, ROWS_OUT = 64, 16  # of a copy: what a consumer multiplies, what one of its warps stores
+SWIZZLE = 128  # bytes: the span, and a row of a box
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why the kernel does not take a problem, as the rest of a sentence, or None."""
+    return (
+        refuse_modifiers(problem)
+        or refuse_dtype(problem, DTYPES)
+        or _refuse_dims(problem)
+        or _refuse_memory(problem)
+        or refuse_lengths(problem)
+        or _refuse_tiles(problem)
+    )
+
+
+def _refuse_dims(problem: Problem) -> str | None:
+    step = UNIT // ITEMSIZES[problem.dtype]
+    for name in ("head_dim", "head_dim_v"):
+        dim = getattr(problem, name)
+        if not 1 <= dim <= MAX_HEAD_DIM or dim % step:
+            return f"needs {name} from {step} to {MAX_HEAD_DIM} in steps of {step}, got {dim}"
+    if head_dim_classes(problem.head_dim, problem.head_dim_v) is None:
+        return (
+            f"needs head_dim and head_dim_v of one class ({', '.join(map(str, HEAD_DIMS))}), "
+            f"64 and 128, or 192 and 128, got {problem.head_dim} and {problem.head_dim_v}"
+        )
+    return None
+
+
+def _refuse_memory(problem: Problem) -> str | None:
+    """Return why no tensor maps describe the arrays, or None."""
+    if problem.len_k == 0 and not problem.empty:
+        return "needs keys, got len_k 0"
+    if problem.width < UNIT:
+        return (
+            f"needs addresses and strides that are multiples of {UNIT} bytes, "
+            f"q, k, v and out have multiples of {problem.width}"
+        )
+    if problem.odd_stride is not None:
+        return f"needs strides from {UNIT} to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
+    return None
+
+
+def _refuse_tiles(problem: Problem) -> str | None:
+    if (count := tiles(problem, config(problem).block_q)) > MAX_TILES:
+        return f"computes at most {MAX_TILES} tiles, this needs {count}"
+    return None
+
+
+def config(problem: Problem) -> ForwardSm90:
+    """Return the configuration that the unit of a problem is rendered from."""
+    return forward_sm90(
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        mask=problem.band.cuda_type,
+        bounded=not (problem.band.left is None and problem.band.right is None),
+        positive_scale=has_positive_scale(problem),
+        params_bytes=PARAMS_BYTES,
+    )
+
+
+def launch(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
+    """Return the launch of a problem; ``lse`` is a pointer or 0."""
+    chosen = config(problem)
+    return Launch(
+        unit=_unit.render(NAME, chosen),
+        symbol=NAME,
+        arch=f"sm_{problem.arch}a",  # "a": with the instructions that no other architecture has
+        grid=(tiles(problem, chosen.block_q), 1, 1),
+        block=(chosen.threads, 1, 1),
+        shared_bytes=chosen.smem_bytes,
+        params=_pack(problem, operands, lse),
+        maps=_maps(problem, operands, chosen.block_k),
+        persistent=True,
+    )
+
+
+def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
+    """Return the bytes of Params, with room for the tensor maps; tiles are taken in turn."""
+    if problem.empty:
+        return bytes(PARAMS_BYTES)  # no block reads them
+    params = (
+        bytes(MAPS_BYTES)
+        + OUTPUTS.pack(operands.out.pointer, lse, 0)
+        + REST.pack(
+            *operands.out.strides[:3],
+            problem.batch,
+            problem.len_q,
+            problem.len_k,
+            problem.heads_q,
+            problem.heads_k,
+            problem.head_dim_v,
+            heads_per_group(problem),
+            problem.scale * LOG2_E,
+        )
+        + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))
+    )
+    return params.ljust(PARAMS_BYTES, b"\0")
+
+
+def _maps(problem: Problem, operands: Operands, block_k: int) -> tuple[tuple[int, TensorMap], ...]:
+    """Return the tensor maps of q, k, v and out: columns, rows, heads, batch."""
+    if problem.empty:
+        return ()
+    rows = (ROWS_Q, block_k, block_k, ROWS_OUT)
+    return tuple(
+        (n * BYTES, of(x, (3, 1, 2, 0), (SWIZZLE // ITEMSIZES[x.dtype], rows[n], 1, 1), SWIZZLE))
+        for n, x in enumerate(operands[:4])
+    )

@@ -1,0 +1,131 @@
+"""Tile table of attention_fwd_sm90, and the measurements that chose its sizes."""
+
+from dataclasses import dataclass
+
+__all__ = ["HALF", "HEAD_DIMS", "ForwardSm90", "Tiles", "forward_sm90", "head_dim_classes"]
+
+# Classes of head dims: an array's own is padded to the next of these by the zeros that TMA reads
+# outside it. Pairs that are not in the table have no tiles.
+HEAD_DIMS = (64, 96, 128, 192, 256)
+PANEL = 128  # bytes of a row of a panel in shared memory
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a block of attention_fwd_sm90 divides its work and its shared memory."""
+
+    block_k: int  # keys of a block
+    consumers: int  # warpgroups that compute, 64 rows each
+    k_stages: int  # blocks of K in shared memory at a time
+    v_stages: int
+    q_buffers: int  # 2: the next tile's Q is loaded while this one is computed
+
+
+@dataclass(frozen=True)
+class ForwardSm90:
+    """``struct Config`` of attention_fwd_sm90, and what follows from it."""
+
+    t: str
+    mask: str
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    consumers: int
+    k_stages: int
+    v_stages: int
+    q_buffers: int
+    positive_scale: bool
+    params_bytes: int
+    smem_bytes: int
+
+    @property
+    def block_q(self) -> int:
+        """Rows of a tile of the output."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warpgroup that loads, and those that compute."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks that registers must leave room for."""
+        return 1
+
+
+# By the classes of the head dims; under a mask that has a bound, first by those and True.
+Table = dict[tuple[int, int] | tuple[int, int, bool], Tiles]
+
+HALF: Table = {
+    (64, 64): Tiles(128, 3, 3, 3, 2),
+    (96, 96): Tiles(128, 2, 2, 2, 2),
+    (128, 128): Tiles(128, 2, 2, 2, 2),
+    (64, 128): Tiles(128, 2, 2, 2, 2),
+    (192, 128): Tiles(96, 2, 2, 2, 2),
+    (192, 192): Tiles(80, 2, 2, 2, 1),
+    (256, 256): Tiles(80, 2, 2, 2, 1),
+}
+
+
+def head_dim_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """Return the classes that two head dims are compiled for, or None if there are no tiles."""
+    pair = [
+        next((size for size in HEAD_DIMS if size >= dim > 0), 0) for dim in (head_dim, head_dim_v)
+    ]
+    classes = (pair[0], pair[1])
+    return classes if classes in HALF else None
+
+
+def shared_bytes(head_dim: int, head_dim_v: int, tiles: Tiles) -> int:
+    """Return ``sizeof(Shared)`` of attention_fwd_sm90 for 16-bit elements."""
+    row_k, row_v = (-(-2 * dim // PANEL) * PANEL for dim in (head_dim, head_dim_v))
+    q = tiles.q_buffers * 64 * tiles.consumers * row_k
+    k, v = tiles.k_stages * tiles.block_k * row_k, tiles.v_stages * tiles.block_k * row_v
+    return q + k + v + 1024  # the barriers, and padding to the alignment of a panel
+
+
+def forward_sm90(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    mask: str,
+    bounded: bool,
+    positive_scale: bool,
+    params_bytes: int,
+) -> ForwardSm90:
+    """Return the configuration of attention_fwd_sm90.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16"}
+        Element type.
+    head_dim, head_dim_v : int
+        The arrays' own, for which there are classes.
+    mask : str
+        The mask's CUDA type.
+    bounded : bool
+        Whether the mask hides keys.
+    positive_scale : bool
+        Whether the scale in base 2 is a positive normal fp32 number.
+    params_bytes : int
+        Bytes of Params.
+    """
+    dims = head_dim_classes(head_dim, head_dim_v)
+    assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
+    tiles = (bounded and HALF.get((*dims, True))) or HALF[dims]
+    return ForwardSm90(
+        t={"float16": "Float16", "bfloat16": "Bfloat16"}[dtype],
+        mask=mask,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        block_k=tiles.block_k,
+        consumers=tiles.consumers,
+        k_stages=tiles.k_stages,
+        v_stages=tiles.v_stages,
+        q_buffers=tiles.q_buffers,
+        positive_scale=positive_scale,
+        params_bytes=params_bytes,
+        smem_bytes=shared_bytes(*dims, tiles),
+    )
