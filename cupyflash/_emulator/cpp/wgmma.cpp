@@ -15,6 +15,7 @@ namespace emu {
 namespace {
 
 constexpr int THREADS = 128;
+constexpr const char *A_NAME = "A of wgmma", *B_NAME = "B of wgmma";
 
 bool same(Loc a, Loc b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
 
@@ -113,18 +114,26 @@ void give_registers(Warpgroup &group, WgmmaProduct &product, int t, float *d, co
   accumulator.registers[t] = d;
 }
 
+// The first warp looks at the bytes, each at the order of their writes and its own reads.
 void begin_reads(WgmmaProduct &product, Loc loc) {
   const Thread &self = *machine.thread;
+  const bool first = !product.reading_warps;
   const int bit = 1 << self.number % THREADS / 32;
   if (product.reading_warps & bit) return;
   product.reading_warps |= bit;
   const auto begin = [&](const MatrixLayout *matrix, const char *name) {
     if (!matrix) return;
-    for (const auto &run : matrix->runs)
-      begin_proxy_read(run.address, run.bytes, Descriptor::CHUNK, {self, name, loc, true, true});
+    const Access access{self, name, loc, true, true};
+    for (const auto &[address, bytes] : matrix->runs) {
+      if (first) {
+        begin_proxy_read(address, bytes, Descriptor::CHUNK, access);
+      } else {
+        machine.block->shadow.begin_read(address - Shared::BASE, bytes, access);
+      }
+    }
   };
-  begin(product.a, "A of wgmma");
-  begin(product.b, "B of wgmma");
+  begin(product.a, A_NAME);
+  begin(product.b, B_NAME);
 }
 
 // The warps have read what no other product in flight reads.
@@ -137,16 +146,19 @@ void end_reads(Warpgroup &group, const WgmmaProduct &product, const MatrixLayout
                       static_cast<long>(address) - Shared::BASE));
     --group.readers[address / Descriptor::CHUNK];
   }
-  for (int warp = 0; warp < 4; ++warp)
-    for (const auto &run : matrix->runs) {
-      const uint32_t end = run.address + run.bytes;
-      for (uint32_t address = run.address, stop; address < end; address = stop) {
-        const bool read = group.readers[address / Descriptor::CHUNK];
-        for (stop = address; stop < end && read == !!group.readers[stop / Descriptor::CHUNK];)
-          stop += Descriptor::CHUNK;
-        if (!read) end_proxy_read(address, stop - address, {group.thread(warp * 32), name, product.loc, true, true});
-      }
+  const auto end = [&](uint32_t address, uint32_t bytes) {
+    for (int warp = 0; bytes && warp < THREADS / 32; ++warp)
+      end_proxy_read(address, bytes, {group.thread(warp * 32), name, product.loc, true, true});
+  };
+  for (const auto &run : matrix->runs) {
+    uint32_t begin = run.address;
+    for (uint32_t at = begin; at < run.address + run.bytes; at += Descriptor::CHUNK) {
+      if (!group.readers[at / Descriptor::CHUNK]) continue;
+      end(begin, at - begin);
+      begin = at + Descriptor::CHUNK;
     }
+    end(begin, run.address + run.bytes - begin);
+  }
 }
 
 void take_back_registers(const Warpgroup &group, const WgmmaProduct &product) {
@@ -168,8 +180,8 @@ void retire(Warpgroup &group, const WgmmaProduct &product) {
     for (int t = 0; t < THREADS; ++t)
       if (memcmp(product.a_registers[t], product.a_values[t], sizeof product.a_values[t]))
         fail_for(group.thread(t), product.loc, "A's registers were written while this wgmma was in flight");
-  end_reads(group, product, product.a, "A of wgmma");
-  end_reads(group, product, product.b, "B of wgmma");
+  end_reads(group, product, product.a, A_NAME);
+  end_reads(group, product, product.b, B_NAME);
   multiply(product);
   take_back_registers(group, product);
 }
