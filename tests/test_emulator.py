@@ -363,7 +363,7 @@ def test_no_path_of_this_machine_is_in_a_library(
 ) -> None:
     build.runtime()
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(AssertionError, match="Params of 16 bytes, 3 were packed"):
+    with pytest.raises(AssertionError, match="Params of 24 bytes, 3 were packed"):
         _emulator.run(tiny("", b"abc"), 0)
     (entry,) = _cache.entries()
     library = entry.files[build.LIBRARY]

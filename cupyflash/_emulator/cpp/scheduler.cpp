@@ -135,7 +135,7 @@ void describe(Block &block, Failure &failure) {
 [[noreturn]] void deadlock() {
   Failure failure;
   failure.heading = "DEADLOCK";
-  if (!machine.waiting.empty()) failure.heading += format("; %zu blocks have not begun", machine.waiting.size());
+  if (!machine.waiting.empty()) failure.heading += format("; blocks that have not begun: %zu", machine.waiting.size());
   for (const auto &block : machine.residents)
     if (block->alive) describe(*block, failure);
   fail_with(std::move(failure));
