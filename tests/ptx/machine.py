@@ -6,7 +6,6 @@ believed about the instructions of ``cuda/ptx`` because a GPU agrees with it.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import os
 import time
@@ -23,12 +22,11 @@ from cupyflash._emulator import build
 from cupyflash._launch import Launch
 from cupyflash._tensor_map import BYTES as MAP_BYTES
 from cupyflash._tensor_map import TensorMap
-from cupyflash._tensor_map import _operands as operands
 
 SYMBOL = "micro"
 ARCH = "sm_90a"  # what the emulator stands for
 GUARD = 256  # bytes before and after an array on the GPU, which a kernel must leave as they are
-LIMIT = 20.0  # seconds that a launch may take: a kernel that hangs is not waited for
+LIMIT = 5.0  # seconds that a launch may take: a kernel that hangs is not waited for
 MAP_ALIGNMENT = 64  # ptx::TensorMap's
 
 Maps = tuple[tuple[int, TensorMap], ...]  # by offset in Params
@@ -187,19 +185,6 @@ def compiled(unit: str, arch: str) -> _jit.Cubin:
     return cubin
 
 
-def emulated_map(runtime: Any, tensor: TensorMap) -> bytes:
-    """Return the bytes of a tensor map as the emulator's copies read it."""
-    room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-    start = -ctypes.addressof(room) % MAP_ALIGNMENT
-    dtype, rank, *view = operands(*tensor[1:])
-    runtime.emu_tensor_map.restype = ctypes.c_char_p
-    refusal = runtime.emu_tensor_map(
-        ctypes.byref(room, start), dtype, rank, ctypes.c_void_p(tensor.pointer), *view
-    )
-    assert refusal is None, refusal
-    return room.raw[start : start + MAP_BYTES]
-
-
 class Emulator:
     """The emulator, with the orders that a seed chooses."""
 
@@ -223,9 +208,7 @@ class Emulator:
 
         memory = Memory(place)
         try:
-            launch = kernel.launch(ARCH, *memory.params(arguments))
-            params = launch.complete(functools.partial(emulated_map, self._runtime))
-            _emulator.run(dataclasses.replace(launch, params=params, maps=()), self.seed)
+            _emulator.run(kernel.launch(ARCH, *memory.params(arguments)), self.seed)
             return memory.results(arguments, fetch)
         finally:
             for address in allocations:
@@ -254,8 +237,9 @@ class Gpu:
         storages: dict[int, Any] = {}
 
         def place(array: np.ndarray) -> int:
-            storage = cupy.full(array.nbytes + 2 * GUARD, 0xFF, np.uint8)
-            storage[GUARD : GUARD + array.nbytes] = cupy.asarray(bits(array))
+            guard = np.full(GUARD, 0xFF, np.uint8)
+            content = np.frombuffer(array.tobytes(), np.uint8)
+            storage = cupy.asarray(np.concatenate([guard, content, guard]))
             address = storage.data.ptr + GUARD
             storages[address] = storage
             return int(address)
@@ -302,8 +286,3 @@ class Gpu:
     def _end(self, reason: str) -> None:
         self._report(f"{os.environ.get('PYTEST_CURRENT_TEST')}: {reason}")
         os._exit(1)
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Return the bytes of an array."""
-    return np.frombuffer(array.tobytes(), np.uint8)

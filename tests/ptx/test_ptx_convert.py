@@ -50,6 +50,19 @@ PERMUTE = Kernel(
 )
 
 
+BITS = Kernel(
+    "convert",
+    "const float *x; u32 *bits; float *back; u32 count;",
+    """
+  for (u32 i = threadIdx.x; i < p.count; i += blockDim.x) {
+    p.bits[i] = ptx::float_bits(p.x[i]);
+    p.back[i] = ptx::bits_float(p.bits[i]);
+  }
+""",
+    threads=256,
+)
+
+
 def both_places(x: np.ndarray) -> np.ndarray:
     """Return pairs in which every number is the first once and the second once."""
     return np.stack([x, np.roll(x, 1)], axis=1)
@@ -97,3 +110,11 @@ def test_a_selector_names_bytes_of_two_words(machine: Machine) -> None:
     out = Out.empty(len(selectors), np.uint32)
     (got,) = machine.run(PERMUTE, source, selectors, out, np.uint32(len(selectors)))
     np.testing.assert_array_equal(got.view(np.uint8).reshape(-1, 4), source.view("u1")[nibbles])
+
+
+def test_a_number_and_its_bits_are_the_same(machine: Machine, rng: np.random.Generator) -> None:
+    x = rng.integers(0, 2**32, 2000, np.uint32)
+    outs = Out.empty(x.shape, np.uint32), Out.empty(x.shape, np.float32)
+    bits, back = machine.run(BITS, x.view(np.float32), *outs, np.uint32(x.size))
+    np.testing.assert_array_equal(bits, x)
+    np.testing.assert_array_equal(back.view(np.uint32), x)

@@ -9,12 +9,13 @@ WARPS = 3
 THREADS = 32 * WARPS
 WARP = Kernel(
     "warp",
-    "const float *x; float *xor_; u32 *any, *lane, *uniform, *opaque; i64 *wide;",
+    "const float *x; float *xor_; u32 *xor_word, *any, *lane, *uniform, *opaque; i64 *wide;",
     """
   const u32 t = threadIdx.x;
   const float x = p.x[t];
   const u32 n = blockDim.x;
   for (int mask = 1; mask < 32; ++mask) p.xor_[(mask - 1) * n + t] = ptx::shfl_xor(x, mask);
+  for (int mask = 1; mask < 32; ++mask) p.xor_word[(mask - 1) * n + t] = ptx::shfl_xor(t, mask);
   for (u32 i = 0; i < 32; ++i) p.any[i * n + t] = ptx::any(t % 32 == i && t / 32 != 1);
   p.lane[t] = ptx::lane();
   p.uniform[t] = ptx::uniform(1000 + t);
@@ -45,17 +46,21 @@ ROTATE = Kernel(
 
 def test_lanes_exchange_and_vote(machine: Machine) -> None:
     x = np.arange(THREADS, dtype=np.float32) + 0.5
+    xors = [Out.empty((31, THREADS), dtype) for dtype in (np.float32, np.uint32)]
     outs = [Out.empty(shape, np.uint32) for shape in ((32, THREADS), THREADS, THREADS, THREADS)]
-    xors = Out.empty((31, THREADS), np.float32)
     wide = Out.empty(THREADS, np.int64)
-    got, votes, lane, uniform, opaque, wide_ = machine.run(WARP, x, xors, *outs, wide)
+    got, got_words, votes, lane, uniform, opaque, got_wide = machine.run(
+        WARP, x, *xors, *outs, wide
+    )
     threads = np.arange(THREADS)
-    np.testing.assert_array_equal(got, x[threads ^ np.arange(1, 32)[:, None]])
+    others = threads ^ np.arange(1, 32)[:, None]
+    np.testing.assert_array_equal(got, x[others])
+    np.testing.assert_array_equal(got_words, others)
     np.testing.assert_array_equal(votes, np.broadcast_to(threads // 32 != 1, (32, THREADS)))
     np.testing.assert_array_equal(lane, np.tile(LANES, WARPS))
     np.testing.assert_array_equal(uniform, 1000 + threads // 32 * 32)
     np.testing.assert_array_equal(opaque, threads)
-    np.testing.assert_array_equal(wide_, threads << 40)
+    np.testing.assert_array_equal(got_wide, threads << 40)
 
 
 @pytest.mark.parametrize("warp", [0, 1])

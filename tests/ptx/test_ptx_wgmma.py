@@ -27,7 +27,13 @@ DEVICE void registers(u32 (&a)[STEPS][4], const Params &p) {
 }
 template <int SIZE>
 DEVICE void begin(float (&d)[SIZE], const Params &p) {
-  for (int i = 0; i < SIZE; ++i) d[i] = p.c[threadIdx.x * SIZE + i];
+  for (int i = 0; i < SIZE; ++i) {
+    if (p.keep) {
+      d[i] = p.c[threadIdx.x * SIZE + i];
+    } else {
+      ptx::undefined(d[i]);
+    }
+  }
   ptx::wgmma_fence();
 }
 template <int SIZE>
@@ -129,8 +135,8 @@ def both(function: str, n: int, a: np.dtype, b: np.dtype | None = None) -> tuple
     return tuple(Product(function, n, a, b or a, registers) for registers in (False, True))
 
 
-def widths(function: str, dtype: np.dtype) -> tuple[Product, ...]:
-    return tuple(product for n in WIDTHS for product in both(function, n, dtype))
+def widths(function: str, dtype: np.dtype, registers: bool) -> tuple[Product, ...]:
+    return tuple(Product(function, n, dtype, dtype, registers) for n in WIDTHS)
 
 
 def layouts(function: str, n: int, dtype: np.dtype) -> tuple[Product, ...]:
@@ -139,14 +145,18 @@ def layouts(function: str, n: int, dtype: np.dtype) -> tuple[Product, ...]:
     return tuple(Product(function, n, dtype, dtype, *way, 6) for way in ways)
 
 
-WIDTHS_16, WIDTHS_8 = widths("bf16", BFLOAT16), widths("e4m3", E4M3)
+ALL_WIDTHS = [  # of each macro: kernels of their own, for they take long to compile
+    widths(function, dtype, registers)
+    for function, dtype in (("bf16", BFLOAT16), ("e4m3", E4M3))
+    for registers in (False, True)
+]
 LAYOUTS = layouts("bf16", 128, BFLOAT16)
 TYPES = (
     *layouts("f16", 64, FLOAT16),
     *both("e5m2", 64, E5M2),
     *both("e4m3_e5m2", 64, E4M3, E5M2),
 )
-KERNELS = [kernel(products) for products in (WIDTHS_16, WIDTHS_8, LAYOUTS, TYPES)]
+KERNELS = [kernel(products) for products in (*ALL_WIDTHS, LAYOUTS, TYPES)]
 SHARED_LAYOUTS = [
     (product, (a, b))
     for product in LAYOUTS
@@ -156,10 +166,12 @@ SHARED_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("product", [*WIDTHS_16, *WIDTHS_8], ids=str)
-def test_every_width(machine: Machine, rng: np.random.Generator, product: Product) -> None:
-    products = WIDTHS_16 if product in WIDTHS_16 else WIDTHS_8
-    multiply(machine, rng, products, product, (128, 128), True)
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("products", ALL_WIDTHS, ids=lambda products: str(products[0]))
+def test_every_width(
+    machine: Machine, rng: np.random.Generator, products: tuple[Product, ...], n: int
+) -> None:
+    multiply(machine, rng, products, products[WIDTHS.index(n)], (128, 128), True)
 
 
 @pytest.mark.parametrize(("product", "spans"), SHARED_LAYOUTS, ids=str)
