@@ -392,7 +392,7 @@ FAULTS = {
     ),
     "no fence.proxy.async": Fault(
         "  ptx::barrier();\n" + OPERANDS + "  ptx::wgmma_fence();\n" + ISSUE.rstrip() + MARK + END,
-        r"A of wgmma reads shared memory \+0, .*fence\.proxy\.async",
+        r"A of wgmma reads shared memory \+\d+, .*fence\.proxy\.async",
     ),
     "no barrier after fence.proxy.async": Fault(
         "  ptx::fence_proxy_async();\n" + OPERANDS + "  ptx::wgmma_fence();\n" + ISSUE + END,

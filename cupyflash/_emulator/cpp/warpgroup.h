@@ -18,8 +18,9 @@ struct MatrixLayout {
   struct Run {
     uint32_t address, bytes;
   };
-  std::vector<uint32_t> chunks;  // of 16 bytes, line after line of the descriptor's
-  std::vector<Run> runs;         // the same bytes in ascending order
+  std::vector<uint32_t> chunks;   // of 16 bytes, line after line of the descriptor's
+  std::vector<Run> runs;          // the same bytes in ascending order
+  std::vector<Run> rows_of_a[4];  // by warp, which reads only its own sixteen
 };
 
 // A D of the warpgroup.

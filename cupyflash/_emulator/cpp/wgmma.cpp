@@ -114,29 +114,43 @@ void give_registers(Warpgroup &group, WgmmaProduct &product, int t, float *d, co
   accumulator.registers[t] = d;
 }
 
-// The first warp looks at the bytes, each at the order of their writes and its own reads.
+// The first warp looks at the bytes of B, each at the order of their writes and its own reads; at its rows of A too.
 void begin_reads(WgmmaProduct &product, Loc loc) {
   const Thread &self = *machine.thread;
   const bool first = !product.reading_warps;
   const int bit = 1 << self.number % THREADS / 32;
   if (product.reading_warps & bit) return;
   product.reading_warps |= bit;
-  const auto begin = [&](const MatrixLayout *matrix, const char *name) {
-    if (!matrix) return;
+  const auto begin = [&](const std::vector<MatrixLayout::Run> &runs, bool look, const char *name) {
     const Access access{self, name, loc, true, true};
-    for (const auto &[address, bytes] : matrix->runs) {
-      if (first) {
+    for (const auto &[address, bytes] : runs) {
+      if (look) {
         begin_proxy_read(address, bytes, Descriptor::CHUNK, access);
       } else {
         machine.block->shadow.begin_read(address - Shared::BASE, bytes, access);
       }
     }
   };
-  begin(product.a, A_NAME);
-  begin(product.b, B_NAME);
+  if (product.a) begin(product.a->rows_of_a[self.number % THREADS / 32], true, A_NAME);
+  begin(product.b->runs, first, B_NAME);
 }
 
-// The warps have read what no other product in flight reads.
+// A warp has read what no other product in flight reads.
+void end_reads(const Warpgroup &group, const std::vector<MatrixLayout::Run> &runs, const Access &access) {
+  for (const auto &run : runs) {
+    uint32_t begin = run.address;
+    const auto end = [&](uint32_t at) {
+      if (at > begin) end_proxy_read(begin, at - begin, access);
+    };
+    for (uint32_t at = begin; at < run.address + run.bytes; at += Descriptor::CHUNK) {
+      if (!group.readers[at / Descriptor::CHUNK]) continue;
+      end(at);
+      begin = at + Descriptor::CHUNK;
+    }
+    end(run.address + run.bytes);
+  }
+}
+
 void end_reads(Warpgroup &group, const WgmmaProduct &product, const MatrixLayout *matrix, const char *name) {
   if (!matrix) return;
   for (uint32_t address : matrix->chunks) {
@@ -146,19 +160,9 @@ void end_reads(Warpgroup &group, const WgmmaProduct &product, const MatrixLayout
                       static_cast<long>(address) - Shared::BASE));
     --group.readers[address / Descriptor::CHUNK];
   }
-  const auto end = [&](uint32_t address, uint32_t bytes) {
-    for (int warp = 0; bytes && warp < THREADS / 32; ++warp)
-      end_proxy_read(address, bytes, {group.thread(warp * 32), name, product.loc, true, true});
-  };
-  for (const auto &run : matrix->runs) {
-    uint32_t begin = run.address;
-    for (uint32_t at = begin; at < run.address + run.bytes; at += Descriptor::CHUNK) {
-      if (!group.readers[at / Descriptor::CHUNK]) continue;
-      end(begin, at - begin);
-      begin = at + Descriptor::CHUNK;
-    }
-    end(begin, run.address + run.bytes - begin);
-  }
+  for (int warp = 0; warp < THREADS / 32; ++warp)
+    end_reads(group, matrix == product.a ? matrix->rows_of_a[warp] : matrix->runs,
+              {group.thread(warp * 32), name, product.loc, true, true});
 }
 
 void take_back_registers(const Warpgroup &group, const WgmmaProduct &product) {
@@ -184,6 +188,16 @@ void retire(Warpgroup &group, const WgmmaProduct &product) {
   end_reads(group, product, product.b, B_NAME);
   multiply(product);
   take_back_registers(group, product);
+}
+
+std::vector<MatrixLayout::Run> runs_of(std::vector<uint32_t> chunks) {
+  std::sort(chunks.begin(), chunks.end());
+  std::vector<MatrixLayout::Run> runs;
+  for (uint32_t address : chunks) {
+    if (runs.empty() || runs.back().address + runs.back().bytes < address) runs.push_back({address, 0});
+    runs.back().bytes = address + Descriptor::CHUNK - runs.back().address;
+  }
+  return runs;
 }
 
 }  // namespace
@@ -212,13 +226,11 @@ const MatrixLayout &Warpgroup::layout(uint64_t bits, bool mn_major, uint32_t lin
             format("reaches shared memory %+ld of %zu bytes", static_cast<long>(address) - Shared::BASE, shared_bytes));
       layout.chunks.push_back(address);
     }
-  std::vector<uint32_t> sorted = layout.chunks;
-  std::sort(sorted.begin(), sorted.end());
-  for (uint32_t address : sorted) {
-    if (layout.runs.empty() || layout.runs.back().address + layout.runs.back().bytes < address)
-      layout.runs.push_back({address, 0});
-    layout.runs.back().bytes = address + Descriptor::CHUNK - layout.runs.back().address;
-  }
+  layout.runs = runs_of(layout.chunks);
+  std::vector<uint32_t> rows[4];
+  for (uint32_t i = 0; i < layout.chunks.size(); ++i)
+    rows[mn_major ? i % chunks * 4 / chunks : i / chunks * 4 / lines].push_back(layout.chunks[i]);
+  for (int warp = 0; warp < 4; ++warp) layout.rows_of_a[warp] = runs_of(rows[warp]);
   return layout;
 }
 
