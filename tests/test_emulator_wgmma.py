@@ -423,6 +423,14 @@ FAULTS = {
         "  ptx::fence_proxy_async();\n" + END,
         r"overwrites shared memory|of wgmma, in flight, reads shared memory \+\d+, which was overw",
     ),
+    "another warp's rows of A are overwritten after the wait": Fault(
+        BEGIN + ISSUE + END + f"  shared[(t + 32) % 128 / 32 * 512 + t % 32] = 1;{MARK}",
+        r"a store overwrites shared memory \+\d+, which warp \d has read, and no barrier",
+    ),
+    "columns of B are overwritten after the wait": Fault(
+        BEGIN + ISSUE + END + f"  if (t == 0) shared[2048] = 3;{MARK}",
+        r"a store overwrites shared memory \+8192, which warp [123] has read, and no barrier",
+    ),
     "a part of other accumulators": Fault(
         BEGIN + "  float wide[16];\n  auto &part = reinterpret_cast<float (&)[8]>(wide[4]);\n"
         "  ptx::wgmma_bf16<0, 0>(part, a, b, false);\n"
@@ -437,6 +445,9 @@ RIGHT = {
         + REGISTERS + "  ptx::wgmma_commit();\n  ptx::wgmma_wait<1>();\n"
         "  ptx::wgmma_wait<0>();\n  ptx::wgmma_fence();\n"
         "  for (int i = 0; i < 8; ++i) d[i] = 2 * e[i] - e[i];\n" + ADD + END
+    ),
+    "a warp overwrites its rows of A after the wait": (
+        BEGIN + ISSUE + ADD + END + "  shared[t / 32 * 512 + t % 32] = 2;\n"
     ),
     "accumulators that nobody touched need no second fence": BEGIN + ISSUE + END + ADD + END,
     "other invalid operations in flight make NaN": (
