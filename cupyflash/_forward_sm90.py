@@ -25,8 +25,8 @@ DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 UNIT = 16  # bytes: of addresses, strides and rows
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
-# What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit q, k, v are
-# multiplied by, a pointer and two strides each; 7 integers and the scale, in units of log 2; the
+# What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit inputs
+# are multiplied by, a pointer and two strides each; 7 integers; the scale, in units of log 2; the
 # mask's own, and padding to the alignment of a map.
 REST = struct.Struct("<3q72x7if")
 PARAMS_BYTES = -(-(MAPS_BYTES + OUTPUTS.size + REST.size + BAND.size) // 64) * 64
