@@ -112,6 +112,32 @@ def test_candidates_of_a_row_start_with_the_present_one_and_fit() -> None:
         assert max(1, config.min_blocks) * (config.smem_bytes + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_candidates_of_the_hopper_kernel_fit_and_use_what_there_is(dims: tuple[int, int]) -> None:
+    case = Case("bf16", 2, 8192, 8192, 16, 16, *dims, "causal")
+    kernel = _kernels.FORWARD_SM90
+    base, *others = found = candidates.sm90(kernel, case, 90)
+    assert base == kernel.config(case.request(90).problem)
+    assert len(set(found)) == len(found) > 2
+    assert all(config.smem_bytes <= 227 * 1024 for config in found)
+    tiles = [(c.block_k, c.consumers, c.q_buffers, c.k_stages, c.v_stages) for c in others]
+    for block_k, consumers, q_buffers, k_stages, v_stages in tiles:
+        assert (block_k, consumers, q_buffers, k_stages + 1, v_stages) not in tiles
+        assert (block_k, consumers, q_buffers, k_stages, v_stages + 1) not in tiles
+
+
+def test_another_configuration_of_the_hopper_kernel_is_launched() -> None:
+    case = Case("bf16", 1, 256, 256, 1, 1, 128, 128)
+    kernel = _kernels.FORWARD_SM90
+    problem, operands, *_ = case.request(90)
+    one = next(c for c in candidates.sm90(kernel, case, 90) if c.block_k == 64)
+    with tune.using(kernel, one):
+        launch = kernel.launch(problem, operands)
+    assert "BLOCK_K = 64" in launch.unit
+    assert launch.shared_bytes == one.smem_bytes
+    assert "BLOCK_K = 64" not in kernel.launch(problem, operands).unit
+
+
 def test_the_problems_of_a_table_are_those_that_its_kernel_takes() -> None:
     cases = list(candidates.problems(ROW, 90))
     assert {case.dtype for case in cases} == {"bf16", "fp32"}

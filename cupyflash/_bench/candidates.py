@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from .. import _tuning
+from .. import _tuning, _tuning_sm90
 from .._kernels import Kernel
 from .case import DTYPES, Case
 from .suites import MASKS, TOKENS, WIDTH
@@ -22,6 +22,10 @@ DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64,
 LENGTHS = (1024, 8192)  # the representatives of short and long
 TUNED_DTYPES = ("bf16", "e4m3", "fp32")
 
+CONSUMER_REGISTERS = {2: 232, 3: 160}  # of a thread, by the warpgroups that share a multiprocessor
+WORKING = 24  # registers that a consumer needs beside its tiles, at the least
+MAX_STAGES = 5
+
 
 def problems(kernel: Kernel, arch: int) -> Iterator[Case]:
     """Yield a problem for each row of a kernel's table."""
@@ -32,19 +36,52 @@ def problems(kernel: Kernel, arch: int) -> Iterator[Case]:
             yield case
 
 
+def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
+    """Return configurations of attention_fwd_sm90.
+
+    Of the numbers of stages only those that leave no room for another one.
+    """
+
+    def complete(config: Config) -> Config:
+        tiles = _tuning_sm90.Tiles(**fields(config, _tuning_sm90.Tiles))
+        size = _tuning_sm90.shared_bytes(config.head_dim, config.head_dim_v, tiles)
+        return dataclasses.replace(config, smem_bytes=size)
+
+    def fits(config: Config) -> bool:
+        # Scores, their packed weights and O of one row of 64, in the registers of a consumer.
+        taken = config.block_k // 2 + config.block_k // 4 + config.head_dim_v // 2
+        return (
+            config.smem_bytes <= _tuning.shared_limit(arch)
+            and taken + WORKING <= CONSUMER_REGISTERS[config.consumers]
+        )
+
+    def wasteful(config: Config) -> bool:
+        more = (
+            complete(dataclasses.replace(config, **{name: getattr(config, name) + 1}))
+            for name in ("k_stages", "v_stages")
+        )
+        return any(fits(c) and max(c.k_stages, c.v_stages) <= MAX_STAGES for c in more)
+
+    choices = {
+        "block_k": range(64, 177, 16),
+        "consumers": tuple(CONSUMER_REGISTERS),
+        "k_stages": range(2, MAX_STAGES + 1),
+        "v_stages": range(2, MAX_STAGES + 1),
+        "q_buffers": (1, 2),
+    }
+    assert kernel.config is not None
+    base, *others = variants(kernel.config(case.request(arch).problem), choices, complete)
+    return [base, *(config for config in others if fits(config) and not wasteful(config))]
+
+
 def sm80(kernel: Kernel, case: Case, arch: int) -> list[Config]:
     """Return configurations of attention_fwd_sm80."""
     problem = case.request(arch).problem
+    dtype, mask_bytes = DTYPES[case.dtype].name, problem.band.cuda_bytes
 
     def complete(config: Config) -> Config:
-        tiles = {f.name: getattr(config, f.name) for f in dataclasses.fields(_tuning.Tiles)}
-        size = _tuning.shared_bytes(
-            DTYPES[case.dtype].name,
-            config.head_dim,
-            config.head_dim_v,
-            problem.band.cuda_bytes,
-            _tuning.Tiles(**tiles),
-        )
+        tiles = _tuning.Tiles(**fields(config, _tuning.Tiles))
+        size = _tuning.shared_bytes(dtype, config.head_dim, config.head_dim_v, mask_bytes, tiles)
         return dataclasses.replace(config, smem_bytes=size)
 
     single = case.dtype == "fp32"
@@ -57,9 +94,14 @@ def sm80(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         "q_in_registers": (False,) if single else (False, True),
     }
     assert kernel.config is not None
-    found = variants(kernel.config(problem), choices, complete)
-    limit = _tuning.shared_limit(arch)
-    return [c for c in found if max(1, c.min_blocks) * (c.smem_bytes + 1024) <= limit + 1024]
+    base, *others = variants(kernel.config(problem), choices, complete)
+    limit = _tuning.shared_limit(arch) + 1024
+    return [base, *(c for c in others if c.min_blocks * (c.smem_bytes + 1024) <= limit)]
+
+
+def fields(config: Config, tiles: type) -> dict[str, Any]:
+    """Return those fields of a configuration that a class of tiles has."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(tiles)}
 
 
 def variants(
@@ -83,4 +125,7 @@ def variants(
     return list(dict.fromkeys([base, *changed]))
 
 
-CANDIDATES: dict[str, Callable[[Kernel, Case, int], list[Config]]] = {"attention_fwd_sm80": sm80}
+CANDIDATES: dict[str, Callable[[Kernel, Case, int], list[Config]]] = {
+    "attention_fwd_sm90": sm90,
+    "attention_fwd_sm80": sm80,
+}

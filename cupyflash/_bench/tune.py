@@ -101,7 +101,9 @@ def using(kernel: _kernels.Kernel, config: Config) -> Iterator[None]:
     assert kernel.config is not None
     PLANS.clear()
     try:
-        with mock.patch.object(_kernels, kernel.config.__name__, return_value=config):
+        # The launch looks it up in the module of both.
+        where = f"{kernel.config.__module__}.{kernel.config.__name__}"
+        with mock.patch(where, return_value=config):
             yield
     finally:
         PLANS.clear()
