@@ -279,6 +279,11 @@ FAULTS = {
     "a barrier nobody made": (
         "ptx::mbarrier_arrive(full[0]);", "is no mbarrier: used before its init",
     ),
+    "a phase that a thread misses": (
+        f"{ONE_BARRIER} if (t) ptx::mbarrier_wait(full[0], 0);"
+        "else ptx::mbarrier_arrive(full[0]), ptx::mbarrier_arrive(full[0]);",
+        "the phase after it has ended too, before this thread looked|DEADLOCK.*\n.*; phase 2, ",
+    ),
     "matrices that are not aligned": (
         f"{MATRIX} ptx::stmatrix_x4(row + 8, d);", "stmatrix .* not 16-byte aligned",
     ),

@@ -117,8 +117,13 @@ void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc) {
   constexpr const char *NAME = "mbarrier.wait";
   MBarrier &barrier = find_barrier(address, NAME, loc);
   if (parity > 1) fail(loc, "%s with parity %u: 0 or 1", NAME, parity);
-  // A phase that ends after the awaited one, before this thread has looked, is missed: it waits on.
-  while (barrier.phase % 2 == parity) wait_for(barrier.waiters[parity], loc);
+  while (barrier.phase % 2 == parity) {
+    const uint32_t awaited = barrier.phase;
+    wait_for(barrier.waiters[parity], loc);
+    if (barrier.phase % 2 == parity)
+      fail(loc, "%s for phase %u of %s: the phase after it has ended too, before this thread looked", NAME, awaited,
+           barrier.name().c_str());
+  }
   machine.thread->warp->clock.join(barrier.released);
 }
 
