@@ -66,11 +66,11 @@ def test_it_is_on_only_inside_and_inside_of_its_thread() -> None:
 def test_sessions_nest_and_count_their_own_launches() -> None:
     q, k, v = arrays(1, 3, 1, 16)
     with cupyflash.emulate() as outer:
-        cupyflash.attention(q, k, v)
+        cupyflash.attention(q, k, v, kernel=GPU_KERNEL)
         with cupyflash.emulate(seed=2) as inner:
-            cupyflash.attention(q, k, v)
-            cupyflash.attention(q, k, v)
-        cupyflash.attention(q, k, v)
+            cupyflash.attention(q, k, v, kernel=GPU_KERNEL)
+            cupyflash.attention(q, k, v, kernel=GPU_KERNEL)
+        cupyflash.attention(q, k, v, kernel=GPU_KERNEL)
     assert outer.stats[GPU_KERNEL].launches == inner.stats[GPU_KERNEL].launches == 2
     assert outer.stats[GPU_KERNEL].mma == inner.stats[GPU_KERNEL].mma > 0
 
@@ -97,7 +97,7 @@ def test_what_no_kernel_takes_is_refused_with_every_reason() -> None:
         cupyflash.emulate(arch=75),
         pytest.raises(cupyflash.UnsupportedProblem, match=r"needs compute capability 8\.0"),
     ):
-        cupyflash.attention(q, k, v)
+        cupyflash.attention(q, k, v, kernel=GPU_KERNEL)
 
 
 @needs_compiler
@@ -116,7 +116,7 @@ def test_an_address_that_a_gpu_refuses_is_refused() -> None:
     storage = np.zeros(q.nbytes + 1, np.uint8)
     odd = storage[1:].view(q.dtype).reshape(q.shape)
     with cupyflash.emulate(), pytest.raises(cupyflash.InvalidArgument, match="pass an aligned"):
-        cupyflash.attention(odd, k, v)
+        cupyflash.attention(odd, k, v, kernel=GPU_KERNEL)
 
 
 # That it runs what a GPU runs
@@ -141,7 +141,7 @@ def test_unit_grid_and_params_are_those_of_a_gpu(launches: list[Launch]) -> None
     q, k, v = (x.host for x in case.arrays())
     cases = {"q": q, "k": k, "v": v}
     with cupyflash.emulate(arch=86):
-        cupyflash.attention(q, k, v, **case.options)
+        cupyflash.attention(q, k, v, kernel=GPU_KERNEL, **case.options)
     (launch,) = launches
     sizes = {"batch": 3, "len_q": 70, "len_k": 90, "heads_q": 4, "heads_k": 2}
     expected = cupyflash.explain(
@@ -161,7 +161,7 @@ def test_unit_grid_and_params_are_those_of_a_gpu(launches: list[Launch]) -> None
 def test_nothing_is_launched_where_there_is_no_block(launches: list[Launch]) -> None:
     q, k, v = arrays(1, 3, 1, 16)
     with cupyflash.emulate() as session:
-        assert cupyflash.attention(q[:, :0], k, v).shape == (1, 0, 1, 16)
+        assert cupyflash.attention(q[:, :0], k, v, kernel=GPU_KERNEL).shape == (1, 0, 1, 16)
     assert launches == []
     assert session.stats == {}
 
@@ -231,7 +231,7 @@ def test_the_counters_obey_the_formulas(name: str, dim: int, dtype: str) -> None
     band = Band.of(case.causal, case.window_size, case.alignment)
 
     with cupyflash.emulate() as session:
-        cupyflash.attention(q, k, v, **case.options)
+        cupyflash.attention(q, k, v, kernel=GPU_KERNEL, **case.options)
     stats = session.stats[GPU_KERNEL]
 
     assert stats.global_written_bytes == 4 * 251 * dim * itemsize
@@ -258,7 +258,7 @@ def test_accesses_of_any_width_are_counted(dims: tuple[int, int], dtype: str) ->
     """One tile of queries reads each array once, whatever instructions its rows allow."""
     q, k, v = (x.host for x in Case(33, 40, *dims, dtype, 2, 4, 2).arrays())
     with cupyflash.emulate() as session:
-        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        out, lse = cupyflash.attention(q, k, v, kernel=GPU_KERNEL, return_lse=True)
     stats = session.stats[GPU_KERNEL]
     assert stats.global_read_bytes == q.nbytes + 2 * (k.nbytes + v.nbytes)  # by two heads of Q
     assert stats.global_written_bytes == out.nbytes + lse.nbytes
@@ -272,7 +272,7 @@ def test_a_window_reads_no_more_of_longer_sequences() -> None:
         for length in (256, 512):
             q, k, v = arrays(1, length, 1, 16)
             with cupyflash.emulate() as session:
-                cupyflash.attention(q, k, v, **options)
+                cupyflash.attention(q, k, v, kernel=GPU_KERNEL, **options)
             read[bool(options), length] = session.stats[GPU_KERNEL].global_read_bytes / length
     assert read[True, 512] <= 1.1 * read[True, 256]
     assert read[False, 512] > 1.5 * read[False, 256]
@@ -294,7 +294,7 @@ def test_a_seed_repeats_all_that_happens_and_another_changes_the_order() -> None
     seen = []
     for seed in (5, 5, 6, 7):
         with cupyflash.emulate(seed=seed) as session:
-            out = cupyflash.attention(q, k, v, causal=True)
+            out = cupyflash.attention(q, k, v, kernel=GPU_KERNEL, causal=True)
         seen.append((out.tobytes(), session.stats[GPU_KERNEL]))
     assert seen[0] == seen[1]
     assert len({out for out, _ in seen}) == 1
