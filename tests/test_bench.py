@@ -1,5 +1,7 @@
 """The benchmark tools on the CPU: cases, clocks, turns, a peer's failures, results, tables."""
 
+import contextlib
+import functools
 import json
 import math
 import sys
@@ -174,6 +176,45 @@ def test_kernel_time_is_between_events_and_every_replay_finds_the_cache_flushed(
     assert clock.kernel_us(call, 1e-9) == 7.0
     turn = ["flush", "record", "call", "record"]
     assert clock.log == ["call", *turn * timing.MIN_CALLS]  # the first is the estimate
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_capture_ends_whatever_the_call_does(fails: bool) -> None:
+    log: list[str] = []
+
+    class Cuda:
+        """What the clock asks of ``torch.cuda``, written down."""
+
+        def Stream(self) -> str:
+            return "side"
+
+        def stream(self, stream: str):
+            log.append(f"on {stream}")
+            return contextlib.nullcontext()
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+        def CUDAGraph(self) -> types.SimpleNamespace:
+            steps = ("capture_begin", "capture_end", "replay")
+            return types.SimpleNamespace(
+                **{step: functools.partial(log.append, step) for step in steps}
+            )
+
+    def call() -> None:
+        if fails and "capture_begin" in log:
+            raise RuntimeError("not permitted")
+        log.append("call")
+
+    clock = object.__new__(timing.TorchClock)
+    clock.cuda = Cuda()
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        clock.capture(call)()
+    captured = [] if fails else ["call"]
+    replayed = [] if fails else ["replay"]
+    assert log == [
+        "on side", "call", "synchronize", "capture_begin", *captured, "capture_end", *replayed,
+    ]  # fmt: skip
 
 
 def test_the_budget_bounds_the_number_of_calls() -> None:
