@@ -450,6 +450,10 @@ RIGHT = {
         BEGIN + ISSUE + ADD + END + "  shared[t / 32 * 512 + t % 32] = 2;\n"
     ),
     "accumulators that nobody touched need no second fence": BEGIN + ISSUE + END + ADD + END,
+    "A and B are the same matrix, overwritten after a barrier": (
+        BEGIN + "  float e[32];\n  ptx::wgmma_bf16<0, 0>(e, a, a, false);\n" + ISSUE + ADD + END
+        + "  ptx::barrier();\n  shared[t] = 4;\n"
+    ),
     "other invalid operations in flight make NaN": (
         BEGIN + "  volatile float x = ptx::bits_float(0x7f800000);\n" + ISSUE + ADD
         + "  x = x - x;\n  x = max(x, 0.0f) * 0.0f;\n" + END

@@ -61,11 +61,8 @@ void make_block(Block &block, size_t first, unsigned threads, size_t shared_byte
     block.warps.push_back(std::make_unique<Warp>());
     block.warps.back()->number = static_cast<int>(w);
   }
-  for (unsigned g = 0; g < threads / 128; ++g) {
-    block.warpgroups.push_back(std::make_unique<Warpgroup>());
-    block.warpgroups.back()->number = static_cast<int>(g);
-    block.warpgroups.back()->readers.resize((Shared::BASE + shared_bytes + 15) / 16);
-  }
+  for (unsigned g = 0; g < threads / 128; ++g)
+    block.warpgroups.push_back(std::make_unique<Warpgroup>(static_cast<int>(g), shared_bytes));
   for (unsigned t = 0; t < threads; ++t) {
     auto thread = std::make_unique<Thread>();
     thread->block = &block;

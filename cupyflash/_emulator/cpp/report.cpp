@@ -74,6 +74,8 @@ std::string format(const char *text, ...) {
 
 std::string place(Loc loc) { return format("%s:%d", shortened(loc.file).c_str(), loc.line); }
 
+bool same(Loc a, Loc b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+
 Trace trace_here() {
   void *counters[64];
   const int count = backtrace(counters, 64);

@@ -32,6 +32,7 @@ std::string format(const char *text, ...) __attribute__((format(printf, 1, 2)));
 
 // "tile/smem.cuh:46", without the path to cuda/.
 std::string place(Loc loc);
+bool same(Loc a, Loc b);
 
 // As fail, about a thread that may not be the one that runs.
 struct Thread;

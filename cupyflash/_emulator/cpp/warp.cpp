@@ -8,8 +8,6 @@ namespace emu {
 
 namespace {
 
-bool same(Loc a, Loc b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
-
 void check_meeting(const Meeting &meeting, const Warp &warp, const Instruction &instruction, Loc loc, uint32_t mask) {
   const Lanes &lanes = meeting.lanes;
   const int number = warp.number;

@@ -68,13 +68,17 @@ struct Warpgroup : Object, Operation {
   std::deque<WgmmaProduct> products;  // in flight, in the order of issue
   size_t retired = 0;                 // before them
   std::vector<std::unique_ptr<Accumulator>> accumulators;
-  std::vector<uint16_t> readers;  // by chunk of shared memory: products in flight that read it
+  std::vector<uint16_t> readers[4];  // by warp and chunk of shared memory: its products in flight that read it
   std::map<std::tuple<uint64_t, bool, uint32_t, uint32_t>, MatrixLayout> layouts;
   int exited = 0;  // threads
   // The wait that threads have come to.
   int arrived = 0;
   int pending = 0, committed = 0;  // groups
   Loc wait_loc;
+
+  Warpgroup(int number, size_t shared_bytes) : number(number) {
+    for (auto &chunks : readers) chunks.resize((Shared::BASE + shared_bytes + 15) / 16);
+  }
 
   size_t issued() const { return retired + products.size(); }
   Thread &thread(int t) const { return *machine.block->threads[number * 128 + t]; }
@@ -84,6 +88,11 @@ struct Warpgroup : Object, Operation {
   void run() override;
   std::string state() const override;
 };
+
+// The warps are going to read what a product does of shared memory; that of the running thread begins; all have read.
+void count_reads(Warpgroup &group, const WgmmaProduct &product);
+void begin_reads(WgmmaProduct &product, Loc loc);
+void end_reads(Warpgroup &group, const WgmmaProduct &product);
 
 // D of a product whose operands are still as they were at its issue.
 void multiply(const WgmmaProduct &product);

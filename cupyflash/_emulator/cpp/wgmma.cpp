@@ -15,9 +15,6 @@ namespace emu {
 namespace {
 
 constexpr int THREADS = 128;
-constexpr const char *A_NAME = "A of wgmma", *B_NAME = "B of wgmma";
-
-bool same(Loc a, Loc b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
 
 bool same_bits(float x, float y) { return !memcmp(&x, &y, sizeof x); }
 
@@ -62,9 +59,7 @@ WgmmaProduct &begin(Warpgroup &group, const WgmmaShape &shape, const WgmmaOperan
   if (!shape.a_in_registers) product.a = layout(operands.a, shape.a_transposed, 64, "A");
   product.b = layout(operands.b, shape.b_transposed, shape.columns, "B");
   product.issued_at = machine.block->proxy.now();
-  for (const MatrixLayout *matrix : {product.a, product.b})
-    if (matrix)
-      for (uint32_t chunk : matrix->chunks) ++group.readers[chunk / Descriptor::CHUNK];
+  count_reads(group, product);
   ++machine.stats.wgmma;
   group.products.push_back(std::move(product));
   return group.products.back();
@@ -114,57 +109,6 @@ void give_registers(Warpgroup &group, WgmmaProduct &product, int t, float *d, co
   accumulator.registers[t] = d;
 }
 
-// The first warp looks at the bytes of B, each at the order of their writes and its own reads; at its rows of A too.
-void begin_reads(WgmmaProduct &product, Loc loc) {
-  const Thread &self = *machine.thread;
-  const bool first = !product.reading_warps;
-  const int bit = 1 << self.number % THREADS / 32;
-  if (product.reading_warps & bit) return;
-  product.reading_warps |= bit;
-  const auto begin = [&](const std::vector<MatrixLayout::Run> &runs, bool look, const char *name) {
-    const Access access{self, name, loc, true, true};
-    for (const auto &[address, bytes] : runs) {
-      if (look) {
-        begin_proxy_read(address, bytes, Descriptor::CHUNK, access);
-      } else {
-        machine.block->shadow.begin_read(address - Shared::BASE, bytes, access);
-      }
-    }
-  };
-  if (product.a) begin(product.a->rows_of_a[self.number % THREADS / 32], true, A_NAME);
-  begin(product.b->runs, first, B_NAME);
-}
-
-// A warp has read what no other product in flight reads.
-void end_reads(const Warpgroup &group, const std::vector<MatrixLayout::Run> &runs, const Access &access) {
-  for (const auto &run : runs) {
-    uint32_t begin = run.address;
-    const auto end = [&](uint32_t at) {
-      if (at > begin) end_proxy_read(begin, at - begin, access);
-    };
-    for (uint32_t at = begin; at < run.address + run.bytes; at += Descriptor::CHUNK) {
-      if (!group.readers[at / Descriptor::CHUNK]) continue;
-      end(at);
-      begin = at + Descriptor::CHUNK;
-    }
-    end(run.address + run.bytes);
-  }
-}
-
-void end_reads(Warpgroup &group, const WgmmaProduct &product, const MatrixLayout *matrix, const char *name) {
-  if (!matrix) return;
-  for (uint32_t address : matrix->chunks) {
-    if (machine.block->proxy.changed(address - Shared::BASE) > product.issued_at)
-      fail_for(group.thread(product.thread % THREADS), product.loc,
-               format("%s, in flight, reads shared memory %+ld, which was overwritten since its issue", name,
-                      static_cast<long>(address) - Shared::BASE));
-    --group.readers[address / Descriptor::CHUNK];
-  }
-  for (int warp = 0; warp < THREADS / 32; ++warp)
-    end_reads(group, matrix == product.a ? matrix->rows_of_a[warp] : matrix->runs,
-              {group.thread(warp * 32), name, product.loc, true, true});
-}
-
 void take_back_registers(const Warpgroup &group, const WgmmaProduct &product) {
   Accumulator &accumulator = *product.accumulator;
   for (int t = 0; t < THREADS; ++t) {
@@ -184,55 +128,12 @@ void retire(Warpgroup &group, const WgmmaProduct &product) {
     for (int t = 0; t < THREADS; ++t)
       if (memcmp(product.a_registers[t], product.a_values[t], sizeof product.a_values[t]))
         fail_for(group.thread(t), product.loc, "A's registers were written while this wgmma was in flight");
-  end_reads(group, product, product.a, A_NAME);
-  end_reads(group, product, product.b, B_NAME);
+  end_reads(group, product);
   multiply(product);
   take_back_registers(group, product);
 }
 
-std::vector<MatrixLayout::Run> runs_of(std::vector<uint32_t> chunks) {
-  std::sort(chunks.begin(), chunks.end());
-  std::vector<MatrixLayout::Run> runs;
-  for (uint32_t address : chunks) {
-    if (runs.empty() || runs.back().address + runs.back().bytes < address) runs.push_back({address, 0});
-    runs.back().bytes = address + Descriptor::CHUNK - runs.back().address;
-  }
-  return runs;
-}
-
 }  // namespace
-
-const MatrixLayout &Warpgroup::layout(uint64_t bits, bool mn_major, uint32_t lines, uint32_t chunks, const char *matrix,
-                                      Loc loc) {
-  const auto [entry, is_new] = layouts.try_emplace({bits, mn_major, lines, chunks});
-  MatrixLayout &layout = entry->second;
-  if (!is_new) return layout;
-  const Descriptor descriptor(bits);
-  const auto refuse = [&](const std::string &why) {
-    fail(loc, "the descriptor of wgmma's %s, %#llx, %s", matrix, static_cast<unsigned long long>(bits), why.c_str());
-  };
-  if (descriptor.reserved)
-    refuse(format("has reserved bits %#llx", static_cast<unsigned long long>(descriptor.reserved)));
-  if (descriptor.base_offset) refuse("has a base offset, which is not emulated");
-  if (!descriptor.begins_in_first_line())
-    refuse(format("begins at shared memory %+ld, not in the first row of a swizzle atom of %u bytes",
-                  static_cast<long>(descriptor.start) - Shared::BASE, Descriptor::LINES * descriptor.width));
-  const size_t shared_bytes = machine.block->shared.memory.bytes();
-  for (uint32_t line = 0; line < lines; ++line)
-    for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-      const uint32_t address = descriptor.at(mn_major, line, chunk);
-      if (address < Shared::BASE || address - Shared::BASE + Descriptor::CHUNK > shared_bytes)
-        refuse(
-            format("reaches shared memory %+ld of %zu bytes", static_cast<long>(address) - Shared::BASE, shared_bytes));
-      layout.chunks.push_back(address);
-    }
-  layout.runs = runs_of(layout.chunks);
-  std::vector<uint32_t> rows[4];
-  for (uint32_t i = 0; i < layout.chunks.size(); ++i)
-    rows[mn_major ? i % chunks * 4 / chunks : i / chunks * 4 / lines].push_back(layout.chunks[i]);
-  for (int warp = 0; warp < 4; ++warp) layout.rows_of_a[warp] = runs_of(rows[warp]);
-  return layout;
-}
 
 void Warpgroup::reset() {
   std::fill(std::begin(members), std::end(members), Member{});
