@@ -335,6 +335,16 @@ RIGHT = {
         ptx::named_barrier_sync(7, 64);
         ptx::ldmatrix_x4(d, row);
       }}""",
+    "a fence covers what its thread knows": """
+      if (warp == 1) for (int i = 0; i < 8; ++i) s.tile[0][lane + 32 * i] = 1;
+      ptx::barrier();
+      if (t == 64) ptx::fence_proxy_async();
+      ptx::barrier();
+      if (t == 0) {
+        ptx::bulk_store(p.y, tile[0], 1024);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+      }""",
     "copies are known to those who wait": f"""{MATRIX} {LOADED}
       ptx::mbarrier_wait(full[0], 0);
       ptx::ldmatrix_x4(d, row);""",

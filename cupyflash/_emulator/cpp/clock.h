@@ -10,14 +10,17 @@ namespace emu {
 struct Clock {
   static constexpr int WARPS = 32, BARRIERS = 64;
   uint32_t time[WARPS + BARRIERS] = {};
+  uint32_t fenced[WARPS] = {};  // the same of warps, for the asynchronous proxy: a fence came after that was known
 
   // Of a warp that knows all that happened up to `now` and `phases`, and whose next deeds are later.
   void start(uint32_t now, uint32_t phases, int warp) {
     for (int i = 0; i < WARPS + BARRIERS; ++i) time[i] = i < WARPS ? now : phases;
+    for (uint32_t &known : fenced) known = now;
     time[warp] = now + 1;
   }
   void join(const Clock &other) {
     for (int i = 0; i < WARPS + BARRIERS; ++i) time[i] = time[i] < other.time[i] ? other.time[i] : time[i];
+    for (int i = 0; i < WARPS; ++i) fenced[i] = fenced[i] < other.fenced[i] ? other.fenced[i] : fenced[i];
   }
 };
 

@@ -64,8 +64,11 @@ void fence_proxy() {
   Thread &self = *machine.thread;
   machine.block->proxy.publish(machine.block->shared.memory.begin());
   ++self.fences;
-  self.fence_synced = self.warp->synced;
-  self.fence_clock = self.warp->clock;
+  const Warp &warp = *self.warp;
+  Clock known = warp.clock;
+  known.time[warp.number] = warp.synced;  // of the other lanes
+  std::copy_n(known.time, Clock::WARPS, known.fenced);
+  self.warp->clock.join(known);
 }
 
 }  // namespace emu

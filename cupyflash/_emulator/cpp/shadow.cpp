@@ -37,14 +37,12 @@ bool Shadow::ordered(const Access &access, int warp, int lane, uint32_t time) {
   return time <= self.warp->synced || lane == ALL || (!access.whole_warp && lane == self.number % 32);
 }
 
-// Whether a plain store, which came before, is seen by the asynchronous proxy: its thread has fenced since, or this one
-// has after it knew of the store.
+// Whether a plain store, which came before, is seen by the asynchronous proxy: its thread has fenced since, or one that
+// knew of the store has before this access.
 bool Shadow::fenced(const Access &access, const Word &word) {
   if (word.writer >= COPY || !word.bytes) return true;
-  const Thread &writer = *machine.block->threads[word.writer], &self = access.thread;
-  if (writer.fences > word.fences) return true;
-  if (writer.warp != self.warp) return word.time <= self.fence_clock.time[writer.warp->number];
-  return word.time <= self.fence_synced;
+  const Thread &writer = *machine.block->threads[word.writer];
+  return writer.fences > word.fences || word.time <= access.thread.warp->clock.fenced[writer.warp->number];
 }
 
 Shadow::Read &Shadow::read_by(const Warp &warp, size_t word) {

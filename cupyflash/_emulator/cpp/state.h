@@ -59,9 +59,7 @@ struct Thread {
   Loc waits_at;
   bool exited = false;
   bool traps_invalid = false;  // operations of floats: it has wgmma in flight
-  // fence.proxy.async: how many so far, and what the thread knew at the last.
-  uint32_t fences = 0, fence_synced = 0;
-  Clock fence_clock;
+  uint32_t fences = 0;         // of the asynchronous proxy, so far
 };
 
 // The meeting of a warp's lanes at one instruction.
