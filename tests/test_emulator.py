@@ -256,9 +256,10 @@ def test_the_counters_obey_the_formulas(name: str, dim: int, dtype: str) -> None
 @pytest.mark.parametrize("dims", [(1, 1), (7, 5), (2, 6), (20, 12), (33, 40)], ids=str)
 def test_accesses_of_any_width_are_counted(dims: tuple[int, int], dtype: str) -> None:
     """One tile of queries reads each array once, whatever instructions its rows allow."""
-    q, k, v = (x.host for x in Case(33, 40, *dims, dtype, 2, 4, 2).arrays())
+    case = Case(33, 40, *dims, dtype, 2, 4, 2, window_size=(20, 3))
+    q, k, v = (x.host for x in case.arrays())
     with cupyflash.emulate() as session:
-        out, lse = cupyflash.attention(q, k, v, kernel=GPU_KERNEL, return_lse=True)
+        out, lse = cupyflash.attention(q, k, v, kernel=GPU_KERNEL, return_lse=True, **case.options)
     stats = session.stats[GPU_KERNEL]
     assert stats.global_read_bytes == q.nbytes + 2 * (k.nbytes + v.nbytes)  # by two heads of Q
     assert stats.global_written_bytes == out.nbytes + lse.nbytes
