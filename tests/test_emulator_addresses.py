@@ -45,3 +45,4 @@ def test_the_smoke_cases_are_clean(library: str) -> None:
     assert child.returncode == 0, child.stdout[-5000:]
     for case in SMOKE:
         assert case.id in child.stdout
+    assert child.stdout.count("on sm_90") == 2
