@@ -6,7 +6,6 @@ from . import _unit
 from ._array import ITEMSIZES
 from ._forward import (
     MAX_HEAD_DIM,
-    has_positive_scale,
     heads_per_group,
     refuse_dtype,
     refuse_lengths,
@@ -89,7 +88,6 @@ def config(problem: Problem) -> ForwardSm90:
         problem.head_dim_v,
         mask=problem.band.cuda_type,
         bounded=not (problem.band.left is None and problem.band.right is None),
-        positive_scale=has_positive_scale(problem),
         params_bytes=PARAMS_BYTES,
     )
 
@@ -107,6 +105,7 @@ def launch(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
         params=_pack(problem, operands, lse),
         maps=_maps(problem, operands, chosen.block_k),
         persistent=True,
+        tickets=True,
     )
 
 

@@ -19,6 +19,9 @@ class Tiles:
     k_stages: int  # blocks of K in shared memory at a time
     v_stages: int
     q_buffers: int  # 2: the next tile's Q is loaded while this one is computed
+    turns: bool = False  # consumers issue their products in turn
+    landings: int = 0  # blocks of V that wait to be transposed; 8-bit elements only
+    parking: int = 0  # key blocks between two additions to O in shared memory; 8-bit elements only
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class ForwardSm90:
     k_stages: int
     v_stages: int
     q_buffers: int
-    positive_scale: bool
+    turns: bool
+    landings: int
+    parking: int
     params_bytes: int
     smem_bytes: int
 
@@ -58,13 +63,13 @@ class ForwardSm90:
 Table = dict[tuple[int, int] | tuple[int, int, bool], Tiles]
 
 HALF: Table = {
-    (64, 64): Tiles(128, 3, 3, 3, 2),
+    (64, 64): Tiles(128, 3, 4, 4, 2),
     (96, 96): Tiles(128, 2, 2, 2, 2),
-    (128, 128): Tiles(128, 2, 2, 2, 2),
+    (128, 128): Tiles(128, 2, 3, 2, 2),
     (64, 128): Tiles(128, 2, 2, 2, 2),
     (192, 128): Tiles(96, 2, 2, 2, 2),
     (192, 192): Tiles(80, 2, 2, 2, 1),
-    (256, 256): Tiles(80, 2, 2, 2, 1),
+    (256, 256): Tiles(64, 2, 3, 2, 1),
 }
 
 
@@ -92,7 +97,6 @@ def forward_sm90(
     *,
     mask: str,
     bounded: bool,
-    positive_scale: bool,
     params_bytes: int,
 ) -> ForwardSm90:
     """Return the configuration of attention_fwd_sm90.
@@ -107,8 +111,6 @@ def forward_sm90(
         The mask's CUDA type.
     bounded : bool
         Whether the mask hides keys.
-    positive_scale : bool
-        Whether the scale in base 2 is a positive normal fp32 number.
     params_bytes : int
         Bytes of Params.
     """
@@ -125,7 +127,9 @@ def forward_sm90(
         k_stages=tiles.k_stages,
         v_stages=tiles.v_stages,
         q_buffers=tiles.q_buffers,
-        positive_scale=positive_scale,
+        turns=tiles.turns,
+        landings=tiles.landings,
+        parking=tiles.parking,
         params_bytes=params_bytes,
         smem_bytes=shared_bytes(*dims, tiles),
     )

@@ -13,10 +13,19 @@
 
 constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
 
+// What a guess may reach: of fp32's range O needs the rest for its values; fp16 weights have less.
 template <class T>
-constexpr float LIMIT = 65536.0f;  // O has the rest of fp32's range for its values
+constexpr float LIMIT = 65536.0f;
 template <>
-constexpr float LIMIT<Float16> = 8192.0f;  // weights are fp16 too
+constexpr float LIMIT<Float16> = 8192.0f;
+
+// The weight of a score at the reference is 2^OFFSET: 8-bit floats have more room above 1 than they need, and less
+// below.
+template <class T>
+constexpr float OFFSET = sizeof(typename T::Storage) == 1 ? 8.0f : 0.0f;
+// How far above the reference, in powers of 2, a score may lie when it is met: the largest e4m3 number is 448.
+template <class T>
+constexpr float SLACK = sizeof(typename T::Storage) == 1 ? 0.8f : 0.0f;
 
 template <class T>
 struct LazySoftmax {
@@ -25,6 +34,7 @@ struct LazySoftmax {
 
   float m[2], l[2];  // m: the reference as a score; l: this lane's share of the sum
   float shrink[2];   // what the last key block made of the weights before it
+  bool moved;        // some shrink of the warp is not 1: O has to be multiplied by it
   bool settled;      // every row of the warp has a reference that guesses may use
 
   DEVICE void reset() {
@@ -44,38 +54,37 @@ struct LazySoftmax {
       top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
       top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 2));
       const float before = m[r];
-      m[r] = fmaxf(before, top[r]);
+      m[r] = before == -INFINITE || (top[r] - before) * c > SLACK<T> ? top[r] : before;
       base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
       shrink[r] = before == m[r] ? 1.0f : ptx::ex2((before - m[r]) * c);
       l[r] *= shrink[r];
       fused = fused && fabsf(base[r] * c) <= FUSED_LIMIT;
       sound = sound && m[r] != -INFINITE;
     }
-    settled = !ptx::any(!fused || !sound);
-    float mc[2] = {base[0] * c, base[1] * c}, factor = c;
+    float mc[2] = {base[0] * c - OFFSET<T>, base[1] * c - OFFSET<T>}, factor = c;
     if (ptx::any(!fused)) {
       s.each([&](float &score, int r, int) { score = (score - base[r]) * c; });
-      mc[0] = mc[1] = 0.0f, factor = 1.0f;
+      mc[0] = mc[1] = -OFFSET<T>, factor = 1.0f;
     }
     float sum[2];
     weigh(s, factor, mc, sum);
     l[0] += sum[0], l[1] += sum[1];
+    settled = !ptx::any(!fused || !sound);
+    // The sums take part for the compiler, which else takes the weights only when the next product has ended.
+    moved = ptx::any(shrink[0] != 1.0f || shrink[1] != 1.0f || !(sum[0] + sum[1] < INFINITE));
   }
 
   // S becomes P against the reference that is there; false, for the whole warp, when the weights are of no use.
   template <int N>
   DEVICE bool guess(Accumulator<N> &s, float c) {
-    const float mc[2] = {m[0] * c, m[1] * c};
+    const float mc[2] = {m[0] * c - OFFSET<T>, m[1] * c - OFFSET<T>};
     float sum[2];
     weigh(s, c, mc, sum);
     if (ptx::any(!(sum[0] < LIMIT<T>) || !(sum[1] < LIMIT<T>))) return false;
     l[0] += sum[0], l[1] += sum[1];
-    shrink[0] = shrink[1] = 1.0f;
+    moved = false;
     return true;
   }
-
-  // Whether O has to be multiplied by shrink.
-  DEVICE bool moved() const { return ptx::any(shrink[0] != 1.0f || shrink[1] != 1.0f); }
 
   // 1 / l, 0 for a row without keys, and the natural-log LSE, -inf for it.
   DEVICE void finish(float c, float (&inverse)[2], float (&lse)[2]) {
@@ -84,7 +93,7 @@ struct LazySoftmax {
       l[r] += ptx::shfl_xor(l[r], 1);
       l[r] += ptx::shfl_xor(l[r], 2);
       inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
-      lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * (c * LN_2) + ptx::lg2(l[r]) * LN_2;
+      lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * (c * LN_2) + LN_2 * (ptx::lg2(l[r]) - OFFSET<T>);
     }
   }
 

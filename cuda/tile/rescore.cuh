@@ -10,7 +10,7 @@ DEVICE void rescore(Accumulator<N> &s, u32 q, u32 k, int warp, u32 lane) {
   for (int n = 0; n < N; n += 16) {
     float d[2][4] = {};
 #pragma unroll 1
-    for (int chunk = 0; chunk < D / 8; chunk += 2) {
+    for (int chunk = 0; chunk < D * static_cast<int>(sizeof(typename T::Storage)) / 16; chunk += 2) {
       u32 a[4], b[4];
       ptx::ldmatrix_x4(a, q + Queries::offset(warp * 16 + lane % 16, chunk + lane / 16));
       ptx::ldmatrix_x4(b, k + Keys::offset(n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));

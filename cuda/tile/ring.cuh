@@ -2,15 +2,16 @@
 // order: two barriers a slot.
 #pragma once
 #include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
 
 template <int SLOTS>
 struct Ring {
   u64 full[SLOTS], empty[SLOTS];
 
-  // A slot is full when the producer has announced its bytes and all have landed, empty when `releases` releases came.
-  DEVICE void init(u32 releases) {
+  // A slot is full when each of `producers` has arrived and all announced bytes have landed, empty after `releases`.
+  DEVICE void init(u32 releases, u32 producers = 1) {
     for (int slot = 0; slot < SLOTS; ++slot) {
-      ptx::mbarrier_init(ptx::smem_address(&full[slot]), 1);
+      ptx::mbarrier_init(ptx::smem_address(&full[slot]), producers);
       ptx::mbarrier_init(ptx::smem_address(&empty[slot]), releases);
     }
   }

@@ -7,6 +7,7 @@
 
 struct Bfloat16 {
   using Storage = u16;  // as it lies in global memory
+  using Output = Bfloat16;
   using Plane = Bfloat16;
   static constexpr int PLANES = 1;
   DEVICE static u32 pair(float low, float high) { return ptx::bf16x2(low, high); }
@@ -15,6 +16,7 @@ struct Bfloat16 {
 
 struct Float16 {
   using Storage = u16;
+  using Output = Float16;
   using Plane = Float16;
   static constexpr int PLANES = 1;
   DEVICE static u32 pair(float low, float high) { return ptx::f16x2(low, high); }

@@ -5,31 +5,39 @@
 #include "tile/panels.cuh"
 #include "tile/types.cuh"
 
-// What wgmma is for an element type.
+// What wgmma is for an element type: K of one product, V's tile and how its descriptor steps along it, the products.
 template <class T>
 struct Wgmma;
 
+struct Wgmma16 {
+  static constexpr int K = 16;
+  template <int KEYS, int DV>
+  using Values = Panels<u16, KEYS, DV>;
+  template <class Tile>
+  using ValueOperand = DownColumns<Tile>;
+};
+
 template <>
-struct Wgmma<Bfloat16> {
-  template <int TRANS_A, int TRANS_B, int R>
-  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
-    ptx::wgmma_bf16<TRANS_A, TRANS_B>(d, a, b, keep);
+struct Wgmma<Bfloat16> : Wgmma16 {
+  template <int R>
+  DEVICE static void qk(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_bf16<0, 0>(d, a, b, keep);
   }
-  template <int TRANS_B, int R>
-  DEVICE static void multiply(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
-    ptx::wgmma_bf16<TRANS_B>(d, a, b, keep);
+  template <int R>
+  DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_bf16<1>(d, a, b, keep);
   }
 };
 
 template <>
-struct Wgmma<Float16> {
-  template <int TRANS_A, int TRANS_B, int R>
-  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
-    ptx::wgmma_f16<TRANS_A, TRANS_B>(d, a, b, keep);
+struct Wgmma<Float16> : Wgmma16 {
+  template <int R>
+  DEVICE static void qk(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_f16<0, 0>(d, a, b, keep);
   }
-  template <int TRANS_B, int R>
-  DEVICE static void multiply(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
-    ptx::wgmma_f16<TRANS_B>(d, a, b, keep);
+  template <int R>
+  DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_f16<1>(d, a, b, keep);
   }
 };
 
@@ -72,18 +80,18 @@ DEVICE void gemm_qk(Accumulator<N> &s, u32 q, u32 k) {
   s.each([](float &value, int, int) { ptx::undefined(value); });
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < D / 16; ++step)
-    Wgmma<T>::template multiply<0, 0>(s.x, descriptor(rows + AlongRows<Queries>::advance(step)),
-                                      descriptor(columns + AlongRows<Keys>::advance(step)), step > 0);
+  for (int step = 0; step < D / Wgmma<T>::K; ++step)
+    Wgmma<T>::qk(s.x, descriptor(rows + AlongRows<Queries>::advance(step)),
+                 descriptor(columns + AlongRows<Keys>::advance(step)), step > 0);
 }
 
-// O += P V, or O = P V when it is `fresh`.
+// O += P V, or O = P V when it does not `keep` what it holds.
 template <class T, class Values, int N, int DV>
-DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v, bool fresh) {
-  const u32 columns = DownColumns<Values>::low(v);
+DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v, bool keep) {
+  using Operand = typename Wgmma<T>::template ValueOperand<Values>;
+  const u32 columns = Operand::low(v);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < N / 16; ++step)
-    Wgmma<T>::template multiply<1>(o.x, p.a[step], descriptor(columns + DownColumns<Values>::advance(step)),
-                                   step > 0 || !fresh);
+  for (int step = 0; step < N / Wgmma<T>::K; ++step)
+    Wgmma<T>::pv(o.x, p.a[step], descriptor(columns + Operand::advance(step)), step > 0 || keep);
 }

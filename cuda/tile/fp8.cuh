@@ -1,0 +1,158 @@
+// 8-bit element types, and their V: tensor cores take 8-bit operands only with K along the rows, so that V, whose keys
+// run down its columns, is transposed on its way to them.
+#pragma once
+#include "ptx/fp8.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/ring.cuh"
+#include "tile/warpgroup.cuh"
+
+struct Float8E4m3 {
+  using Storage = unsigned char;
+  using Output = Bfloat16;
+  DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e4m3(d, a, b0, b1); }
+};
+
+struct Float8E5m2 {
+  using Storage = unsigned char;
+  using Output = Bfloat16;
+  DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e5m2(d, a, b0, b1); }
+};
+
+template <>
+struct Wgmma<Float8E4m3> {
+  static constexpr int K = 32;
+  template <int KEYS, int DV>
+  using Values = Panels<unsigned char, DV, KEYS>;  // transposed
+  template <class Tile>
+  using ValueOperand = AlongRows<Tile>;
+
+  template <int R>
+  DEVICE static void qk(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_e4m3(d, a, b, keep);
+  }
+  template <int R>
+  DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_e4m3(d, a, b, keep);
+  }
+};
+
+template <>
+struct Wgmma<Float8E5m2> : Wgmma<Float8E4m3> {
+  template <int R>
+  DEVICE static void qk(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_e5m2(d, a, b, keep);
+  }
+  template <int R>
+  DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
+    ptx::wgmma_e4m3_e5m2(d, a, b, keep);
+  }
+};
+
+// Weights of 8 bits, e4m3 whatever V is. An accumulator has the keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of sixteen where
+// the operand has 4t to 4t + 3 (t = lane % 4). A sum over keys may go in any order: V^T has the same one.
+template <int N>
+struct Weights8 {
+  u32 a[N / 32][4];
+
+  DEVICE void pack(const Accumulator<N> &p) {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const int first = i / 4 * 16 + i % 4 / 2 * 8 + i % 2 * 2;
+      a[i / 4][i % 4] = static_cast<u32>(ptx::e4m3x2(p.x[first], p.x[first + 1])) |
+                        static_cast<u32>(ptx::e4m3x2(p.x[first + 4], p.x[first + 5])) << 16;
+    }
+  }
+};
+template <int N>
+struct Weights<Float8E4m3, N> : Weights8<N> {};
+template <int N>
+struct Weights<Float8E5m2, N> : Weights8<N> {};
+
+// Where V lands before it is transposed; elements of 16 bits need no such place.
+template <class Element, int KEYS, int DV, int SLOTS>
+struct Landing {
+  DEVICE void init(u32) {}
+};
+
+template <int KEYS, int DV, int SLOTS>
+struct Landing<unsigned char, KEYS, DV, SLOTS> {
+  using Tile = Panels<unsigned char, KEYS, DV>;
+  Tile v[SLOTS];
+  Ring<SLOTS> ring;
+  bool last[SLOTS];  // nothing has landed, nor will
+
+  DEVICE void init(u32 readers) {
+    ring.init(readers);
+    for (bool &slot : last) slot = false;
+  }
+};
+
+// Sums of a thread's part of O that are kept in shared memory, for tensor cores carry too few bits through a long sum
+// of 8-bit products (about 14): now and then what they have summed is added here, in fp32.
+template <int DV, int THREADS>
+struct Parked {
+  struct alignas(16) Four {
+    float x[4];
+  };
+  Four part[DV / 8][THREADS];
+
+  // Adds O, having multiplied what is there by `factor` (0 at first), and leaves O at zero.
+  DEVICE void add(Accumulator<DV> &o, const float (&factor)[2], u32 thread) {
+#pragma unroll
+    for (int i = 0; i < DV / 8; ++i) {
+      Four &four = part[i][thread];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float before = factor[j / 2] == 0.0f ? 0.0f : four.x[j] * factor[j / 2];
+        four.x[j] = before + o.x[4 * i + j];
+        o.x[4 * i + j] = 0.0f;
+      }
+    }
+  }
+
+  // Adds what is there to O.
+  DEVICE void take(Accumulator<DV> &o, const float (&factor)[2], u32 thread) const {
+#pragma unroll
+    for (int i = 0; i < DV / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) o.x[4 * i + j] += part[i][thread].x[j] * factor[j / 2];
+  }
+};
+template <int DV>
+struct Parked<DV, 0> {
+  DEVICE void add(Accumulator<DV> &, const float (&)[2], u32) {}
+  DEVICE void take(Accumulator<DV> &, const float (&)[2], u32) const {}
+};
+
+// One warp's share, of `warps`, of V^T from V: matrices of 32 keys by 16 columns. ldmatrix transposes pairs of bytes; a
+// permutation of bytes parts the pairs into their two columns, and joins the keys of two pairs.
+template <int KEYS, int DV>
+DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
+  using From = Panels<unsigned char, KEYS, DV>;
+  using To = Panels<unsigned char, DV, KEYS>;
+  // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other.
+  const u32 source = from + From::offset(lane, 0);
+  const u32 target_row = lane % 8 * 2 + lane / 8 % 2, target = to + To::offset(target_row, lane / 16);
+  constexpr int UNITS = KEYS / 32 * (DV / 16), BATCH = 4;  // as many at a time, one after the other would wait
+#pragma unroll 1
+  for (int first = warp * BATCH; first < UNITS; first += warps * BATCH) {
+    u32 pair[BATCH][4];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const u32 key = (first + i) % (KEYS / 32) * 32, column = (first + i) / (KEYS / 32) * 16;
+      ptx::ldmatrix_x4_trans(pair[i], (source ^ column % 128) + column / 128 * From::PANEL + key * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const u32 key = (first + i) % (KEYS / 32) * 32, column = (first + i) / (KEYS / 32) * 16;
+      u32 row[4];
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        row[j] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], 0x6420);
+        row[j + 1] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], 0x7531);
+      }
+      ptx::stmatrix_x4((target ^ key % 128) + key / 128 * To::PANEL + column * 128, row);
+    }
+  }
+}
