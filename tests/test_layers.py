@@ -36,7 +36,8 @@ ARROWS = {
     "masks": {"", "masks"},
     "scores": {"", "scores"},
     "tile": {"", "tile", "ptx"},
-    "kernels": {"", "tile", "masks", "scores", "ptx"},
+    "roles": {"", "roles", "tile", "masks", "scores", "ptx"},
+    "kernels": {"", "roles", "tile", "masks", "scores", "ptx"},
     "": {""},
 }
 

@@ -88,47 +88,59 @@ struct Landing<unsigned char, KEYS, DV, SLOTS> {
   }
 };
 
-// Sums of a thread's part of O that are kept in shared memory, for tensor cores carry too few bits through a long sum
-// of 8-bit products (about 14): now and then what they have summed is added here, in fp32.
+// Sums of each thread's part of O that are kept in shared memory, for tensor cores carry too few bits through a long
+// sum of 8-bit products (about 14): now and then what they have summed is added here, in fp32.
 template <int DV, int THREADS>
 struct Parked {
   struct alignas(16) Four {
     float x[4];
   };
   Four part[DV / 8][THREADS];
+  float factor[2][THREADS];  // what has become of the weights since
 
-  // Adds O, having multiplied what is there by `factor` (0 at first), and leaves O at zero.
-  DEVICE void add(Accumulator<DV> &o, const float (&factor)[2], u32 thread) {
-#pragma unroll
-    for (int i = 0; i < DV / 8; ++i) {
-      Four &four = part[i][thread];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float before = factor[j / 2] == 0.0f ? 0.0f : four.x[j] * factor[j / 2];
-        four.x[j] = before + o.x[4 * i + j];
-        o.x[4 * i + j] = 0.0f;
-      }
-    }
+  DEVICE void clear(u32 thread) {
+    for (int i = 0; i < DV / 8; ++i) part[i][thread] = {};
+    factor[0][thread] = factor[1][thread] = 1.0f;
   }
 
-  // Adds what is there to O.
-  DEVICE void take(Accumulator<DV> &o, const float (&factor)[2], u32 thread) const {
+  DEVICE void shrink(const float (&by)[2], u32 thread) {
+    factor[0][thread] *= by[0];
+    factor[1][thread] *= by[1];
+  }
+
+  // Adds O, and leaves it at zero.
+  DEVICE void add(Accumulator<DV> &o, u32 thread) {
+    take(o, thread);
 #pragma unroll
-    for (int i = 0; i < DV / 8; ++i)
+    for (int i = 0; i < DV / 8; ++i) part[i][thread] = {o.x[4 * i], o.x[4 * i + 1], o.x[4 * i + 2], o.x[4 * i + 3]};
+    factor[0][thread] = factor[1][thread] = 1.0f;
+    o.zero();
+  }
+
+  // Adds what is here to O.
+  DEVICE void take(Accumulator<DV> &o, u32 thread) const {
+    const float by[2] = {factor[0][thread], factor[1][thread]};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) o.x[4 * i + j] += part[i][thread].x[j] * factor[j / 2];
+    for (int i = 0; i < DV / 8; ++i) {
+      const Four four = part[i][thread];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) o.x[4 * i + j] += four.x[j] * by[j / 2];
+    }
   }
 };
 template <int DV>
 struct Parked<DV, 0> {
-  DEVICE void add(Accumulator<DV> &, const float (&)[2], u32) {}
-  DEVICE void take(Accumulator<DV> &, const float (&)[2], u32) const {}
+  DEVICE void clear(u32) {}
+  DEVICE void shrink(const float (&)[2], u32) {}
+  DEVICE void add(Accumulator<DV> &, u32) {}
+  DEVICE void take(Accumulator<DV> &, u32) const {}
 };
 
 // One warp's share, of `warps`, of V^T from V: matrices of 32 keys by 16 columns. ldmatrix transposes pairs of bytes; a
 // permutation of bytes parts the pairs into their two columns, and joins the keys of two pairs.
 template <int KEYS, int DV>
 DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
+  static_assert(KEYS % 32 == 0 && DV % 16 == 0, "whole matrices");
   using From = Panels<unsigned char, KEYS, DV>;
   using To = Panels<unsigned char, DV, KEYS>;
   // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other.

@@ -1,0 +1,305 @@
+// A consumer warpgroup of attention_fwd_sm90: 64 rows of each tile, from the scores to the output.
+#pragma once
+#include "ptx/bulk.cuh"
+#include "ptx/group.cuh"
+#include "roles/forward_sm90.cuh"
+#include "tile/lazy_softmax.cuh"
+#include "tile/output.cuh"
+#include "tile/rescore.cuh"
+
+namespace forward {
+
+// A consumer warpgroup, as one of its four warps.
+struct Consumer {
+  const Params &p;
+  Shared &shared;
+  const int group;  // of CONSUMERS
+  const int warp;   // of the warpgroup
+  Cursor<Q_BUFFERS> q;
+  Cursor<K_STAGES> k;
+  Cursor<V_STAGES> v;
+  Accumulator<BLOCK_K> s;
+  Weights<T, BLOCK_K> weights;
+  Accumulator<HEAD_DIM_V> o;
+  LazySoftmax<T> softmax;
+  float scale;        // of the scores of the tile, where tiles differ
+  int v_owed = 0;     // blocks of V to pass over after that of the weights
+  int q_owed = NONE;  // buffer of Q that O is leaving through
+
+  DEVICE Consumer(const Params &p, Shared &shared, int group, int warp)
+      : p(p), shared(shared), group(group), warp(warp) {}
+
+  DEVICE u32 q_tile(u32 slot) const {
+    return ptx::smem_address(shared.q[0][0].data) + (slot * CONSUMERS + group) * Queries::BYTES;
+  }
+  DEVICE u32 k_tile() const { return ptx::smem_address(shared.k[0].data) + k.slot * Keys::BYTES; }
+  DEVICE u32 v_tile() const { return ptx::smem_address(shared.v[0].data) + v.slot * Values::BYTES; }
+
+  DEVICE void release_q(u32 slot) {
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.q_ring[group].empty[slot]));
+  }
+  DEVICE void release_k() {
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(k.empty(shared.k_ring));
+    k.advance();
+  }
+  DEVICE void release_v() {
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(v.empty(shared.v_ring));
+    v.advance();
+  }
+
+  // Each key block is issued by the groups in turn, so that one weighs while the other multiplies. A turn is a barrier
+  // of the group whose turn it is and of the one before, which arrives.
+  DEVICE void await_turn() const {
+    if constexpr (Config::TURNS) ptx::named_barrier_sync(FIRST_TURN + group, 256);
+  }
+  DEVICE void hand_over() const {
+    if constexpr (Config::TURNS) ptx::named_barrier_arrive(FIRST_TURN + (group + 1) % CONSUMERS, 256);
+  }
+
+  // Pass over blocks that none of this group's rows sees.
+  DEVICE void pass_k(int blocks) {
+    for (; blocks > 0; --blocks) {
+      await_turn();
+      hand_over();
+      k.wait_full(shared.k_ring);
+      ptx::warp_barrier();  // every lane has seen the slot full, before its next phase may begin
+      release_k();
+    }
+  }
+  DEVICE void pass_v() {
+    for (; v_owed > 0; --v_owed) {
+      v.wait_full(shared.v_ring);
+      ptx::warp_barrier();
+      release_v();
+    }
+  }
+
+  // Gives the buffer that O was leaving through back, once it has left.
+  DEVICE void settle_q() {
+    if (q_owed == NONE) return;
+    if (ptx::lane() == 0) ptx::bulk_wait_read<0>();
+    release_q(q_owed);
+    q_owed = NONE;
+  }
+
+  DEVICE bool whole(const Mask &mask, int row, int key) const {
+    return key + BLOCK_K <= p.len_k && mask.whole(row, min(row + 64, p.len_q), key, key + BLOCK_K);
+  }
+
+  // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
+  DEVICE void hide(const Mask &mask, int row, int key) {
+    const u32 lane = ptx::lane();
+    s.each([&](float &score, int r, int c) {
+      const int column = key + s.column(c, lane);
+      if (column >= p.len_k || !mask.keep(row + warp * 16 + s.row(r, lane), column)) score = -INFINITE;
+    });
+  }
+
+  // Weights are 2^(c (S - m)). A scale that is not positive is applied to the scores themselves, and c is 1.
+  DEVICE float factor() const { return FP8 ? scale : p.scale; }
+  DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
+  DEVICE float c() const { return apart() ? 1.0f : factor(); }
+  DEVICE void scale_scores() {
+    if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
+  }
+
+  // The scores of this block of K once more, for one warp.
+  DEVICE void rescore(u32 slot) {
+    ::rescore<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile(), warp, ptx::lane());
+    scale_scores();
+  }
+
+  // Issue S = Q K^T of the next block of K, and O += P V of the next block of V.
+  DEVICE void issue_qk(u32 slot) {
+    k.wait_full(shared.k_ring);
+    gemm_qk<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile());
+  }
+  DEVICE void issue_pv() {
+    v.wait_full(shared.v_ring);
+    gemm_pv<T, Values>(o, weights, v_tile(), true);
+  }
+
+  // When the product of the block before `key` has ended: O as the weights now are, parked now and then.
+  DEVICE void follow(int key) {
+    if (softmax.moved) {
+      o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });
+      shared.parked.shrink(softmax.shrink, place());
+    }
+    if constexpr (PARKING) {
+      if (key / BLOCK_K % max(PARKING, 1) == 0) shared.parked.add(o, place());
+    }
+  }
+  DEVICE u32 place() const { return group * 128 + warp * 32 + ptx::lane(); }
+
+  // Between two tiles: the last product of the one before, whose O is stored, and the first key block of the next,
+  // which runs from `row` of Q and begins at `key`; or one of the two alone.
+  DEVICE void change(bool ends, const Tile &before, u32 slot_before, bool begins, const Tile &here, const Mask &mask,
+                     int row, u32 slot, int key, bool only) {
+    if (ends && begins) {
+      await_turn();
+      issue_qk(slot);
+      ptx::wgmma_commit();
+      issue_pv();
+      ptx::wgmma_commit();
+      hand_over();
+      ptx::wgmma_wait<1>();
+    } else if (begins) {
+      await_turn();
+      issue_qk(slot);
+      ptx::wgmma_commit();
+      hand_over();
+      ptx::wgmma_wait<0>();
+    } else {
+      issue_pv();
+      ptx::wgmma_commit();
+    }
+    float inverse[2], lse[2];
+    softmax.finish(c(), inverse, lse);
+    softmax.reset();
+    if (begins) {
+      release_k();
+      if (!STAGED && only) release_q(slot);
+      if constexpr (FP8) scale = here.scale;
+      scale_scores();
+      if (!whole(mask, row, key)) hide(mask, row, key);
+      softmax.meet(s, c());
+    }
+    ptx::wgmma_wait<0>();
+    weights.pack(s);
+    if (ends) {
+      shared.parked.take(o, place());
+      release_v();
+      store(before, slot_before, inverse, lse);
+    }
+    pass_v();
+    o.zero();
+    shared.parked.clear(place());
+  }
+
+  // Another key block, while the weights of the one before are multiplied.
+  template <bool MASKED>
+  DEVICE void step(const Mask &mask, int row, u32 slot, int key, bool final) {
+    await_turn();
+    issue_qk(slot);
+    ptx::wgmma_commit();
+    issue_pv();
+    ptx::wgmma_commit();
+    hand_over();
+    ptx::wgmma_wait<1>();
+    scale_scores();
+    if constexpr (MASKED) {
+      hide(mask, row, key);
+      softmax.meet(s, c());
+    } else if (!softmax.settled || !softmax.guess(s, c())) {
+      if (softmax.settled) rescore(slot);
+      softmax.meet(s, c());
+    }
+    release_k();
+    if (!STAGED && final) release_q(slot);
+    ptx::wgmma_wait<0>();
+    release_v();
+    follow(key);
+    weights.pack(s);
+  }
+
+  // Normalises and writes this warp's rows of O, and of LSE.
+  DEVICE void store(const Tile &at, u32 slot, const float (&inverse)[2], const float (&lse)[2]) {
+    const u32 lane = ptx::lane();
+    const int row = at.row + group * 64 + warp * 16;
+    const float scale_v = FP8 ? at.scale_v : 1.0f;
+    o.each([&](float &value, int r, int) { value *= inverse[r] * scale_v; });
+    if constexpr (STAGED) {
+      using Staged = Panels<Element, 64, HEAD_DIM_V>;
+      const u32 tile = q_tile(slot);
+      stage<Output, Staged>(o, tile, warp, lane);
+      ptx::fence_proxy_async();
+      ptx::warp_barrier();
+      if (lane == 0) {
+#pragma unroll
+        for (int panel = 0; panel < Staged::COUNT; ++panel)
+          ptx::tma_store_4d(p.o, tile + panel * Staged::PANEL + warp * 16 * 128, panel * Staged::WIDTH, row, at.head,
+                            at.batch);
+        ptx::bulk_commit();
+      }
+      q_owed = slot;
+    } else {
+      Output::Storage *rows = p.out + at.batch * p.o_batch + at.head * p.o_head + row * p.o_row;
+      store_rows<Output>(o, rows, p.o_row, p.len_q - row, p.head_dim_v, lane);
+    }
+    if (p.lse && lane % 4 == 0) {
+      float *rows = p.lse + (static_cast<i64>(at.batch) * p.heads_q + at.head) * p.len_q;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int q = row + o.row(r, lane);
+        if (q < p.len_q) rows[q] = lse[r];
+      }
+    }
+  }
+
+  // A tile of which this group sees no key: zeros, and -inf.
+  DEVICE void see_nothing(const Tile &at, u32 slot, int blocks) {
+    const int begin = at.row + group * 64 + warp * 16, end = min(begin + 16, p.len_q);
+    const u32 lane = ptx::lane();
+    release_q(slot);
+#pragma unroll 1
+    for (int row = begin; row < end; ++row) {
+      const i64 first = at.batch * p.o_batch + at.head * p.o_head + row * p.o_row;
+      const int column = 8 * static_cast<int>(lane);
+      if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(p.out + first + column) = {};
+      if (p.lse && lane == 0) p.lse[(static_cast<i64>(at.batch) * p.heads_q + at.head) * p.len_q + row] = -INFINITE;
+    }
+    for (; blocks > 0; --blocks) {
+      pass_k(1);
+      v_owed = 1;
+      pass_v();
+    }
+  }
+
+  DEVICE void run() {
+    if (group == CONSUMERS - 1) hand_over();  // the first turn
+    bool pending = false;                     // weights and O of the tile before are in registers
+    u32 slot_before = 0;
+    for (u32 number = 0;; ++number) {
+      settle_q();
+      q.wait_full(shared.q_ring[group]);
+      const u32 slot = q.slot;
+      q.advance();
+      const Tile &before = shared.tile[(number + TILES - 1) % TILES], &here = shared.tile[number % TILES];
+      const int row = ptx::uniform(here.row) + group * 64;
+      const bool none = here.row == NONE;
+      const Mask mask(p.mask, here.batch, here.head, p.len_q, p.len_k);
+      int last, first;
+      walk_of(p, mask, row, 64, last, first);
+      const bool nothing = none || last < first;
+      const int late = (here.last - last) / BLOCK_K;  // blocks that only groups below see
+      for (bool begun = false; !begun;) {
+        // The V that ends must not be in the way of a K that is passed over.
+        const bool begins = !nothing && !(pending && v_owed + late > V_STAGES);
+        if (begins) pass_k(late), v_owed += late;
+        if (pending || begins) change(pending, before, slot_before, begins, here, mask, row, slot, last, last == first);
+        pending = false;
+        begun = begins || nothing;
+      }
+      if (none) break;
+      if (nothing) {
+        settle_q();
+        see_nothing(here, slot, (here.last - here.first) / BLOCK_K + 1);
+        continue;
+      }
+      int key = last - BLOCK_K;
+      while (key >= first) {
+        for (; key >= first && !whole(mask, row, key); key -= BLOCK_K) step<true>(mask, row, slot, key, key == first);
+        settle_q();
+        for (; key >= first && whole(mask, row, key); key -= BLOCK_K) step<false>(mask, row, slot, key, key == first);
+      }
+      v_owed = (first - here.first) / BLOCK_K;  // blocks that only groups above see
+      pass_k(v_owed);
+      pending = true;
+      slot_before = slot;
+    }
+    if (group == 0) await_turn();  // the last one, which nobody takes
+    if (ptx::lane() == 0) ptx::bulk_wait_read<0>();
+  }
+};
+
+}  // namespace forward
