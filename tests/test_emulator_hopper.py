@@ -159,6 +159,14 @@ MUTANTS = {
     "a box is not in shared memory": (
         "tma_load_4d(tile[i % 2]", "tma_load_4d(tile[i % 2] + 8192", "which has 8192 bytes",
     ),
+    "a store begins inside a chunk": (
+        "tma_store_4d(p.out, staged, 0,", "tma_store_4d(p.out, staged, -6,",
+        "TMA store: the box begins -24 bytes into a row: not a multiple of 16, which the hardware",
+    ),
+    "a sum begins inside a chunk": (
+        "tma_store_4d(p.out, staged, 0,", "tma_reduce_add_4d(p.out, staged, 3,",
+        "TMA reduction: the box begins 12 bytes into a row: not a multiple of 16",
+    ),
     "a map is none": (
         "p.in, full", "*reinterpret_cast<const ptx::TensorMap *>(p.x), full", "no tensor map",
     ),

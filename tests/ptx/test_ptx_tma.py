@@ -80,14 +80,19 @@ def columns_of(dtype: np.dtype, swizzle: int) -> int:
     return (swizzle or 80) // dtype.itemsize
 
 
-def corners(columns: int, total: int) -> np.ndarray:
-    """Return coordinates of boxes inside, across each edge, and outside of the tensor."""
+def corners(columns: int, total: int, step: int = 1) -> np.ndarray:
+    """Return coordinates of boxes inside, across each edge, and outside of the tensor.
+
+    Columns are multiples of `step`.
+    """
     sizes = zip((columns, *BOX), (total, LENGTH, HEADS, BATCH), strict=True)
     along = [
         (size - box, -(box // 2 + 1), size - box // 2, -box, size, -box - 7, size + 3)
         for box, size in sizes
     ]
+    along[0] = tuple(place // step * step for place in along[0])
     inside = [max(places[0] - 1, 0) for places in along]
+    inside[0] = inside[0] // step * step
     single = [
         [*inside[:axis], place, *inside[axis + 1 :]]
         for axis, places in enumerate(along)
@@ -159,7 +164,8 @@ def test_a_store_writes_what_is_inside(
 ) -> None:
     columns = columns_of(dtype, swizzle)
     total = columns + 32 // dtype.itemsize
-    at = corners(columns, total)
+    # A GPU hangs in a store that starts elsewhere.
+    at = corners(columns, total, 16 // dtype.itemsize)
     before = integers(rng, (BATCH, LENGTH, HEADS, total), dtype)
     boxes = integers(rng, (len(at), *BOX[::-1], columns), dtype)
     expected = before.astype(np.float32)

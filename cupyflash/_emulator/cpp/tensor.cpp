@@ -69,6 +69,15 @@ Transfer box(const TensorMap &map, const char *name, uint32_t shared, const int 
   return transfer;
 }
 
+// A box that is written. Hardware hangs where it begins between two chunks of a row; a load may begin anywhere.
+Transfer written_box(const TensorMap &map, const char *name, uint32_t shared, const int (&at)[4], Loc loc) {
+  const int64_t begin = int64_t{at[0]} * ITEM_BYTES[map.dtype];
+  if (begin % Chunk::BYTES)
+    fail(loc, "%s: the box begins %lld bytes into a row: not a multiple of 16, which the hardware does not bear", name,
+         static_cast<long long>(begin));
+  return box(map, name, shared, at, loc);
+}
+
 }  // namespace
 
 void tensor_prefetch(const void *map, Loc loc) { checked(map, "prefetch.tensormap", loc); }
@@ -80,7 +89,7 @@ void tensor_load(uint32_t shared, const void *map, uint32_t barrier, const int (
 
 void tensor_store(const void *map, uint32_t shared, const int (&at)[4], Loc loc) {
   constexpr const char *NAME = "TMA store";
-  issue_store(box(checked(map, NAME, loc), NAME, shared, at, loc), Sum::NONE);
+  issue_store(written_box(checked(map, NAME, loc), NAME, shared, at, loc), Sum::NONE);
 }
 
 void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc loc) {
@@ -89,9 +98,9 @@ void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc
   const int dtype = tensor.dtype;
   if (dtype != FLOAT32 && dtype != FLOAT16 && dtype != BFLOAT16)
     fail(loc, "%s: sums of data type %d are not modelled", NAME, dtype);
-  issue_store(box(tensor, NAME, shared, at, loc), dtype == FLOAT32   ? Sum::F32
-                                                  : dtype == FLOAT16 ? Sum::F16
-                                                                     : Sum::BF16);
+  issue_store(written_box(tensor, NAME, shared, at, loc), dtype == FLOAT32   ? Sum::F32
+                                                          : dtype == FLOAT16 ? Sum::F16
+                                                                             : Sum::BF16);
 }
 
 }  // namespace emu
