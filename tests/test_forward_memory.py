@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case
-from harness import KERNELS, call, fetch, judge, run, same_bits, strided
+from harness import KERNELS, attend, call, fetch, judge, run, same_bits, strided
 from strided import BROADCAST, COPIED, LAYOUTS, ROWWISE, Layout, Strided, dense
-
-import cupyflash
 
 pytestmark = pytest.mark.parametrize("kernel", KERNELS)
 CASE = Case(50, 90, 40, 24, "float16", 3, 4, 2, causal=True)
@@ -51,7 +49,7 @@ def test_rows_that_see_no_key_are_written(kernel: str) -> None:
 def test_the_given_output_is_returned(kernel: str, return_lse: bool) -> None:
     q, k, v = (x.on(kernel) for x in CASE.arrays())
     out = Strided.output((3, 50, 4, 24), "float16", "packed").on(kernel)
-    result = cupyflash.attention(q, k, v, out=out, kernel=kernel, return_lse=return_lse)
+    result = attend(kernel, q, k, v, out=out, return_lse=return_lse)
     assert (result[0] if return_lse else result) is out
 
 
@@ -151,6 +149,5 @@ def test_bhsd_reads_the_same_arrays(kernel: str, memory: str) -> None:
 def test_without_lse_the_output_is_the_same(kernel: str) -> None:
     arrays = CASE.arrays()
     expected, _ = run(kernel, *arrays, **CASE.options)
-    operands = (strided(x).on(kernel) for x in arrays)
-    out = cupyflash.attention(*operands, kernel=kernel, **CASE.options)
+    out = attend(kernel, *(strided(x).on(kernel) for x in arrays), **CASE.options)
     assert same_bits(*fetch(kernel, out), expected)

@@ -1,0 +1,111 @@
+"""attention_fwd_sm90 where its tiles, its tensor maps and its persistent blocks are particular."""
+
+from dataclasses import replace
+
+import emulated
+import pytest
+from cases import Case
+from harness import HOPPER, check, run, same_bits
+
+from cupyflash import _explain, _kernels, _tuning_sm90
+
+DIMS = tuple(dict.fromkeys(key[:2] for key in _tuning_sm90.HALF))
+HALVES = ("bfloat16", "float16")
+
+# Two blocks of rows and more of keys, all ragged, in every class of head dims.
+CLASSES = tuple(
+    Case(260, 330, *dims, dtype, 2, 4, 2, causal=causal, label="class")
+    for dims in DIMS
+    for dtype in HALVES
+    for causal in (False, True)
+)
+# Head dims that are filled up with zeros.
+FILLED = tuple(
+    Case(200, 150, *dims, HALVES[n % 2], heads_q=2, causal=n % 4 < 2, label="filled")
+    for n, dims in enumerate(
+        (
+            *((8, 8), (16, 24), (24, 56), (40, 64), (56, 8), (72, 72), (80, 96), (88, 80)),
+            *((96, 72), (104, 112), (112, 128), (120, 104), (8, 104), (64, 120), (136, 136)),
+            *((160, 192), (184, 144), (136, 104), (192, 120), (200, 256), (248, 248), (256, 208)),
+        )
+    )
+)
+# Whole tiles without keys, tiles with a few such rows, and the other way round; windows.
+SEEN = tuple(
+    Case(*lengths, *dims, heads_q=2, heads_k=1, causal=True, label="seen")
+    for dims in DIMS
+    for lengths in ((500, 70), (70, 500))
+) + tuple(
+    Case(*lengths, dim, dim, heads_q=2, heads_k=1, window_size=window, label="seen")
+    for dim in (64, 128)
+    for lengths in ((500, 70), (400, 450))
+    for window in ((100, 0), (33, 17), (0, 300))
+)
+HEADS = tuple(
+    Case(100, 200, 64, 64, batch=2, heads_q=heads_q, heads_k=heads_k, label="heads")
+    for heads_q, heads_k in ((8, 8), (8, 1), (6, 2), (17, 1), (1, 1))
+)
+# More tiles than there are blocks, so that each block draws several.
+MANY = tuple(
+    Case(200, 210, dim, dim, batch=3, heads_q=50, heads_k=10, causal=causal, label="many")
+    for dim in (64, 128)
+    for causal in (False, True)
+)
+STRIDES = tuple(
+    Case(130, 150, 64, 64, "float16", 2, 4, 4, memory=(name,) * 3, label="strides")
+    for name in ("row_gap_8", "fused_qkv", "heads_first", "length_first", "batch_inside")
+)
+CASES = CLASSES + FILLED + SEEN + HEADS + MANY + STRIDES
+
+# One off the blocks and the boxes of the copies, whichever of these a class has.
+EDGES = (16, 64, 80, 96, 128, 192, 256)
+LENGTHS_Q = tuple(edge + off for edge in (64, 128, 192) for off in (-1, 0, 1))
+LENGTHS_K = (1, *(edge + off for edge in EDGES for off in (-1, 0, 1)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_no_case_is_refused(case: Case) -> None:
+    arrays = tuple(x.host for x in case.arrays())
+    problem = _explain.resolve(arrays, {}, case.options).problem
+    assert _kernels.FORWARD_SM90.refusal(replace(problem, arch=90)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case(case: Case) -> None:
+    check(HOPPER, *case.arrays(), **case.options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_lengths_around_the_blocks(dims: tuple[int, int], causal: bool) -> None:
+    for n, len_q in enumerate(LENGTHS_Q):
+        for len_k in LENGTHS_K[n % 2 :: 2]:
+            case = Case(len_q, len_k, *dims, causal=causal)
+            try:
+                check(HOPPER, *case.arrays(), **case.options)
+            except AssertionError as failure:
+                raise AssertionError(f"{case.id}: {failure}") from None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [case for case in CLASSES if case.causal] + list(MANY), ids=lambda case: case.id
+)
+def test_ten_runs_give_the_same_bits(case: Case) -> None:
+    arrays = case.arrays()
+    out, lse = run(HOPPER, *arrays, **case.options)
+    for _ in range(9):
+        out_again, lse_again = run(HOPPER, *arrays, **case.options)
+        assert same_bits(out_again, out)
+        assert same_bits(lse_again, lse)
+
+
+@emulated.needs_compiler
+@pytest.mark.parametrize("n", range(len(DIMS)), ids=lambda n: str(DIMS[n]))
+def test_every_class_on_the_emulator(n: int) -> None:
+    """Lengths that leave the second consumer or its last rows without a query."""
+    for len_q, len_k in ((65, 129), (200, 193), (150, 40)):
+        case = Case(len_q, len_k, *DIMS[n], HALVES[n % 2], heads_q=2, heads_k=1, causal=n > 3)
+        emulated.check(*case.arrays(), seeds=(n % 3,), kernel=HOPPER, **case.options)
