@@ -48,6 +48,8 @@ class Shadow {
     uint16_t writer = 0;  // thread, or COPY + barrier
     uint8_t bytes = 0;    // a bit each
     bool in_flight = false;
+
+    bool operator==(const Word &) const = default;
   };
   struct Read {
     uint32_t time = 0;  // or IN_FLIGHT
