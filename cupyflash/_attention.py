@@ -33,6 +33,9 @@ def attention(
     learnable_sink: Any = None,
     dropout_p: float = 0.0,
     rng_state: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -47,7 +50,8 @@ def attention(
     Parameters
     ----------
     q : array (batch, len_q, heads_q, head_dim)
-        Queries: float16, bfloat16 or float32; in host memory also float64.
+        Queries: float16, bfloat16 or float32; in host memory also float64. On Hopper and in host
+        memory also float8_e4m3fn and float8_e5m2.
     k : array (batch, len_k, heads_k, head_dim)
         Keys. ``heads_q`` is a multiple of ``heads_k``; query head h reads head
         ``h // (heads_q // heads_k)``.
@@ -80,6 +84,9 @@ def attention(
     rng_state : (seed, offset) or integer array, optional
         Of the dropout; the same state gives the same mask (see `dropout_mask`). PyTorch draws one
         from its generator where it is None; elsewhere dropout needs it.
+    q_descale, k_descale, v_descale : float or float32 array, optional
+        What fp8 inputs are multiplied by; arrays are broadcastable to (batch, heads_k), and
+        ``q_descale`` is of the query heads that share a head of k.
     layout : {"bshd", "bhsd"}
         The order of dimensions of q, k, v and out; "bhsd" is (batch, heads, length, head_dim).
     return_lse : bool
@@ -92,7 +99,7 @@ def attention(
     Returns
     -------
     out : array (batch, len_q, heads_q, head_dim_v)
-        In q's layout and dtype. A query that sees no key gets 0.
+        In q's layout and dtype, bfloat16 for fp8. A query that sees no key gets 0.
     lse : array (batch, heads_q, len_q)
         Only with ``return_lse``: natural logarithm, float32 (float64 if q is); -inf where a query
         sees no key.
@@ -117,6 +124,9 @@ def attention(
         and seqused_k is None
         and learnable_sink is None
         and rng_state is None
+        and q_descale is None
+        and k_descale is None
+        and v_descale is None
     ):
         named = {
             "alibi_slopes": alibi_slopes,
@@ -126,6 +136,9 @@ def attention(
             "seqused_k": seqused_k,
             "learnable_sink": learnable_sink,
             "rng_state": rng_state,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
         }
         extras = {name: value for name, value in named.items() if value is not None}
     scalars = (

@@ -16,8 +16,8 @@ from ._array.torch_arrays import Dynamo
 from ._kernels import HOST_KERNELS, select
 from ._launch import EMULATOR, Bound, bind
 from ._plans import Recent
-from ._problem import LAYOUTS, Problem, describe, host_metadata
-from ._scalars import flag, recorded_state, refuse_gradient
+from ._problem import DESCALES, LAYOUTS, Problem, describe, host_metadata
+from ._scalars import factor, flag, recorded_state, refuse_gradient
 from ._views import permuted, span
 
 __all__ = ["PLANS", "SCALARS", "call", "lse_shape"]
@@ -163,7 +163,10 @@ def _elsewhere(adapter: Adapter, request: Request) -> Any:
 
         options = dict(zip(SCALARS, scalars, strict=True))
         return _jax.attention(q, k, v, out=out, return_lse=return_lse, **options, **extras)
-    admitted = {name: adapter_of(x, name).admit(x, name) for name, x in request.arrays().items()}
+    admitted = {
+        name: x if _is_number(name, x) else adapter_of(x, name).admit(x, name)
+        for name, x in request.arrays().items()
+    }
     q, k, v, record = (admitted.pop(name, None) for name in ("q", "k", "v", "out"))
     result = call(q, k, v, record, return_lse, scalars, {**extras, **admitted})
     first, *rest = result if return_lse else (result,)
@@ -173,8 +176,10 @@ def _elsewhere(adapter: Adapter, request: Request) -> Any:
 
 def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
     """Check a call, choose its kernel, and run it; keep the plan under the key, if there is one."""
-    arrays = {}
+    arrays: dict[str, Array] = {}
     for name, x in request.arrays().items():
+        if _is_number(name, x):
+            x = _filled(adapter, factor(name, x), arrays["q"].device)
         own = adapter_of(x, name)
         arrays[name] = own.array(x, name)
         refuse_gradient(own, x, name)
@@ -187,6 +192,17 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
         key = None
     with device_guard(device):
         return _on_device(adapter, request, arrays, options, key)
+
+
+def _is_number(name: str, x: Any) -> bool:
+    """Whether an argument is a descale without an array."""
+    return name in DESCALES and factor(name, x) is not None
+
+
+def _filled(adapter: Adapter, value: Any, device: int) -> Any:
+    """Return a number as an array of the caller's framework, where a kernel can read it."""
+    with device_guard(device):
+        return adapter.full(value, device)
 
 
 def _on_host(

@@ -45,10 +45,14 @@ def attention(
     learnable_sink: np.ndarray | None = None,
     dropout_p: float = 0.0,
     rng_state: Any = None,
+    q_descale: np.ndarray | None = None,
+    k_descale: np.ndarray | None = None,
+    v_descale: np.ndarray | None = None,
 ) -> None:
     """Write attention of validated arrays (B, S, H, D), of any strides, to `out` and `lse`.
 
-    `lse` is (B, H, Sq); `attn_bias` and `attn_mask` are broadcast to (B, H, Sq, Sk).
+    `lse` is (B, H, Sq); `attn_bias` and `attn_mask` are broadcast to (B, H, Sq, Sk), the descales
+    to (B, Hk).
     """
     batch, len_q, heads, _ = q.shape
     len_k, heads_k = k.shape[1:3]
@@ -66,6 +70,10 @@ def attention(
         """View (H,) or (B, H) as a factor of the scores."""
         return grouped(None if x is None else np.broadcast_to(x, (batch, heads))[..., None, None])
 
+    def per_head_k(x: np.ndarray | None) -> np.ndarray | None:
+        """View (B, Hk) as a factor of q, k or v."""
+        return None if x is None else x[:, :, None, None, None]
+
     call = Call(
         q=grouped(q, 2).transpose(0, 2, 3, 1, 4),
         k=k.transpose(0, 2, 1, 3)[:, :, None],
@@ -81,6 +89,9 @@ def attention(
         sink=per_head(learnable_sink),
         dropout_p=dropout_p,
         rng_state=rng_state,
+        q_descale=per_head_k(q_descale),
+        k_descale=per_head_k(k_descale),
+        v_descale=per_head_k(v_descale),
         dtype=np.dtype(np.float64 if q.dtype == np.float64 else np.float32),
     )
     lengths = list(

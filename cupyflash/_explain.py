@@ -14,14 +14,15 @@ from ._call import SCALARS
 from ._kernels import rejections, select
 from ._launch import Launch, bind
 from ._problem import (
+    BROADCAST,
     DTYPES,
     LAYOUTS,
-    SCORES,
     SHAPES,
     Operands,
     Problem,
     describe,
     host_metadata,
+    stand_in,
 )
 from ._scalars import architecture, flag, recorded_state, refuse_gradient
 from .errors import (
@@ -173,7 +174,7 @@ def resolve(
         arch = None if device == HOST else _jit.compute_capability(device)
     for name, x in given.items():
         if x is not None and name not in records:
-            records[name] = _record(name, x)
+            records[name] = stand_in(name, x, records["q"]) or _record(name, x)
     flag("return_lse", options.get("return_lse", False))
     state = options.get("rng_state")
     # The state decides nothing here, so that it may be missing; True stands for one.
@@ -256,7 +257,7 @@ def _placeholders(
     axes = LAYOUTS.get(layout, LAYOUTS["bshd"]) if isinstance(layout, str) else LAYOUTS["bshd"]
     records = {}
     for name in ("q", "k", "v", *(name for name in EXTRAS if given[name] is True)):
-        words = SHAPES[name][0] if name in SHAPES else SCORES
+        words = SHAPES[name][0] if name in SHAPES else BROADCAST[name]
         shape = tuple(bound[word] for word in words)
         if math.prod(shape) > MAX_ELEMENTS:
             raise InvalidArgument(

@@ -3,7 +3,7 @@
 import struct
 
 from . import _unit
-from ._array import ITEMSIZES
+from ._array import ITEMSIZES, Array
 from ._forward import (
     MAX_HEAD_DIM,
     heads_per_group,
@@ -15,19 +15,19 @@ from ._forward import (
 from ._launch import BAND, LOG2_E, MAPS_BYTES, OUTPUTS, Launch
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
-from ._tuning_sm90 import HEAD_DIMS, ForwardSm90, forward_sm90, head_dim_classes
+from ._tuning_sm90 import HEAD_DIMS, TYPES, ForwardSm90, forward_sm90, head_dim_classes
 
 __all__ = ["DTYPES", "NAME", "PARAMS_BYTES", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm90"
-DTYPES: tuple[str, ...] = ("float16", "bfloat16")
+DTYPES: tuple[str, ...] = tuple(TYPES)
 UNIT = 16  # bytes: of addresses, strides and rows
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
 # What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit inputs
 # are multiplied by, a pointer and two strides each; 7 integers; the scale, in units of log 2; the
 # mask's own, and padding to the alignment of a map.
-REST = struct.Struct("<3q72x7if")
+REST = struct.Struct("<3qQ2qQ2qQ2q7if")
 PARAMS_BYTES = -(-(MAPS_BYTES + OUTPUTS.size + REST.size + BAND.size) // 64) * 64
 
 ROWS_Q, ROWS_OUT = 64, 16  # of a copy: what a consumer multiplies, what one of its warps stores
@@ -52,7 +52,7 @@ def _refuse_dims(problem: Problem) -> str | None:
         dim = getattr(problem, name)
         if not 1 <= dim <= MAX_HEAD_DIM or dim % step:
             return f"needs {name} from {step} to {MAX_HEAD_DIM} in steps of {step}, got {dim}"
-    if head_dim_classes(problem.head_dim, problem.head_dim_v) is None:
+    if head_dim_classes(problem.dtype, problem.head_dim, problem.head_dim_v) is None:
         return (
             f"needs head_dim and head_dim_v of one class ({', '.join(map(str, HEAD_DIMS))}), "
             f"64 and 128, or 192 and 128, got {problem.head_dim} and {problem.head_dim_v}"
@@ -118,6 +118,9 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
         + OUTPUTS.pack(operands.out.pointer, lse, 0)
         + REST.pack(
             *operands.out.strides[:3],
+            *_descale(operands.q_descale),
+            *_descale(operands.k_descale),
+            *_descale(operands.v_descale),
             problem.batch,
             problem.len_q,
             problem.len_k,
@@ -130,6 +133,11 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
         + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))
     )
     return params.ljust(PARAMS_BYTES, b"\0")
+
+
+def _descale(x: Array | None) -> tuple[int, int, int]:
+    """Return what Params hold of a descale: its address, 0 for none, and two strides."""
+    return (0, 0, 0) if x is None else (x.pointer, x.strides[0], x.strides[1])
 
 
 def _maps(problem: Problem, operands: Operands, block_k: int) -> tuple[tuple[int, TensorMap], ...]:

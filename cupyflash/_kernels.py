@@ -23,12 +23,13 @@ from ._forward import (
     tiles,
 )
 from ._launch import FORWARD_BYTES, Launch, pack_forward
-from ._problem import FLOATS, Operands, Problem
+from ._problem import FLOAT8S, FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 
 __all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
 
 SM80_DTYPES = ("float16", "bfloat16", "float32")
+HOST_DTYPES = FLOATS + FLOAT8S
 MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
 
 
@@ -156,7 +157,7 @@ def rejections(problem: Problem) -> dict[str, str]:
 
 
 def _host_dtypes(problem: Problem) -> str | None:
-    return refuse_dtype(problem, FLOATS)
+    return refuse_dtype(problem, HOST_DTYPES)
 
 
 def _views(operands: Operands) -> dict[str, Any]:
@@ -262,7 +263,7 @@ CPU = Kernel(
     name="cpu",
     op="forward",
     arch=None,
-    needs=f"arrays in host memory; {', '.join(FLOATS)}; every option",
+    needs=f"arrays in host memory; {', '.join(HOST_DTYPES)}; every option",
     unsupported=_host_dtypes,
     run=_run_cpu,
 )

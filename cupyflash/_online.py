@@ -50,6 +50,9 @@ class Call:
     sink: np.ndarray | None  # [batch, heads_k, group, 1, 1]
     dropout_p: float
     rng_state: Any
+    q_descale: np.ndarray | None  # [batch, heads_k, 1, 1, 1]
+    k_descale: np.ndarray | None
+    v_descale: np.ndarray | None
     dtype: np.dtype  # of all arithmetic
 
     @cached_property
@@ -121,7 +124,8 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
     for first in range(begin, end, BLOCK_K):
         last = min(first + BLOCK_K, end)
         keys = heads[0], heads[1], slice(None), slice(first, last)
-        k, v = (_load(x[keys], call.dtype, uses) for x in (call.k, call.v))
+        k = _scaled(_load(call.k[keys], call.dtype, uses), call.k_descale, heads)
+        v = _scaled(_load(call.v[keys], call.dtype, uses), call.v_descale, heads)
         k_t = k.swapaxes(-1, -2)
         if uses >= AMORTIZED and last - first > FEW_KEYS:
             k_t = _transpose(k)
@@ -149,7 +153,7 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
 
 def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:
     """Return the state before the first key."""
-    q = call.q[rows].astype(call.dtype)
+    q = _scaled(call.q[rows].astype(call.dtype), call.q_descale, item.heads)
     if call.scales_q:
         q *= call.dtype.type(call.scale)
     o = np.zeros((*q.shape[:-1], call.v.shape[-1]), call.dtype)
@@ -246,6 +250,11 @@ def _load(x: np.ndarray, dtype: np.dtype, uses: int) -> np.ndarray:
     if x.dtype == dtype and in_place and uses < AMORTIZED:
         return x
     return x.astype(dtype, order="C")
+
+
+def _scaled(x: np.ndarray, descale: np.ndarray | None, heads: Heads) -> np.ndarray:
+    """Return x times what fp8 inputs are multiplied by."""
+    return x if descale is None else x * descale[heads[:2]]
 
 
 def _transpose(k: np.ndarray) -> np.ndarray:

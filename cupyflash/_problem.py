@@ -13,13 +13,16 @@ import numpy as np
 
 from ._array import HOST, ITEMSIZES, Array
 from ._array.host import host_view
-from ._scalars import random_state, scalars
+from ._scalars import factor, random_state, scalars
 from ._tensor_map import MAX_STRIDE
 from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
 from .masks import Band
 
-__all__ = ["LAYOUTS", "MODIFIERS", "Operands", "Problem", "describe", "host_metadata"]
+__all__ = [
+    "DESCALES", "LAYOUTS", "MODIFIERS", "Operands", "Problem", "describe", "host_metadata",
+    "stand_in",
+]  # fmt: skip
 
 Shape = tuple[str, ...]
 # The shapes that an array may have; equal words are equal sizes.
@@ -33,7 +36,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "seqused_q": (("batch",),),
     "seqused_k": (("batch",),),
 }
-SCORES: Shape = ("batch", "heads_q", "len_q", "len_k")  # what bias and mask broadcast to
+SCORES: Shape = ("batch", "heads_q", "len_q", "len_k")
+DESCALES = ("q_descale", "k_descale", "v_descale")  # what fp8 inputs are multiplied by
+# The shapes that arrays of fewer or smaller dimensions are broadcast to.
+BROADCAST: dict[str, Shape] = {
+    **dict.fromkeys(("attn_bias", "attn_mask"), SCORES),
+    **dict.fromkeys(DESCALES, ("batch", "heads_k")),
+}
 LAYOUTS = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # each permutation undoes itself
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -45,6 +54,7 @@ DTYPES = {
     "attn_bias": FLOATS,
     "attn_mask": ("bool",),
     "learnable_sink": FLOATS,
+    **dict.fromkeys(DESCALES, ("float32",)),
     **dict.fromkeys(("seqused_q", "seqused_k"), INTEGERS),
 }
 METADATA = ("seqused_q", "seqused_k")  # may lie in host memory beside arrays of a GPU
@@ -97,7 +107,7 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """The arrays of a call as (batch, length, heads, head_dim); bias and mask as broadcast views.
+    """The arrays of a call as (batch, length, heads, head_dim); those of BROADCAST as such views.
 
     ``out`` has a null pointer until it is allocated, with those strides. ``rng_state`` is a pair of
     integers, or an array of the device.
@@ -113,6 +123,9 @@ class Operands(NamedTuple):
     seqused_q: Array | None = None
     seqused_k: Array | None = None
     learnable_sink: Array | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
     rng_state: tuple[int, int] | Array | None = None
 
 
@@ -135,8 +148,9 @@ def describe(
     ----------
     arrays : mapping of str to Array
         By argument name, in the caller's layout: q, k, v, and those of out, alibi_slopes,
-        attn_bias, attn_mask, seqused_q, seqused_k and learnable_sink that the call has. Only
-        metadata of host memory is read; a null pointer is right for an array that is not there yet.
+        attn_bias, attn_mask, seqused_q, seqused_k, learnable_sink and the descales that the call
+        has. Only metadata of host memory is read; a null pointer is right for an array that is not
+        there yet.
     arch : int or None
         Compute capability of the arrays' device, None for host memory.
     softmax_scale, causal, window_size, alignment, softcap, dropout_p, rng_state, layout
@@ -165,11 +179,18 @@ def describe(
         band=band,
         modifiers=tuple(name for name in MODIFIERS if name in operands or numbers.get(name)),
         arch=arch,
-        width=_width(operands, ITEMSIZES[dtype], arch),
+        width=_width(operands, arch),
         odd_stride=_odd_stride(operands),
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state)
+
+
+def stand_in(name: str, value: Any, q: Array) -> Array | None:
+    """Return a record for a descale that is a number, beside q; None for any other argument."""
+    if name not in DESCALES or factor(name, value) is None:
+        return None
+    return q._replace(pointer=0, shape=(), strides=(), dtype="float32", owner=None)
 
 
 def host_metadata(x: Any, name: str) -> Any:
@@ -192,6 +213,11 @@ def output_dtype(dtype: str) -> str:
 def _check_kinds(arrays: Mapping[str, Array]) -> None:
     """Check frameworks, devices and dtypes: q decides."""
     q = arrays["q"]
+    for name in DESCALES:
+        if name in arrays and q.dtype not in FLOAT8S:
+            raise InvalidArgument(
+                f"`{name}` is only for fp8 inputs, these are {q.dtype}: leave it out"
+            )
     for name, array in arrays.items():
         if name in METADATA and array.device == HOST:
             continue
@@ -203,6 +229,11 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         expected = DTYPES.get(name, (output_dtype(q.dtype),))
         if array.dtype not in expected:
+            if name in ("q", "k", "v") and array.dtype in ("int8", "uint8"):
+                raise InvalidType(
+                    f"`{name}` has dtype {array.dtype}: view the bits of fp8 numbers as "
+                    f"{' or '.join(FLOAT8S)}, as ml_dtypes and the frameworks name them"
+                )
             raise InvalidType(
                 f"`{name}` has dtype {array.dtype}: expected {' or '.join(expected)}, convert it"
             )
@@ -241,13 +272,13 @@ def _bind(
                     f"{sizes[word]}: they must be equal"
                 )
             origin.setdefault(word, name)
-    scores = tuple(sizes[word] for word in SCORES)
-    for name in ("attn_bias", "attn_mask"):
+    for name, words in BROADCAST.items():
         if name in arrays:
-            operands[name] = broadcast(arrays[name], scores)
+            shape = tuple(sizes[word] for word in words)
+            operands[name] = broadcast(arrays[name], shape)
             if operands[name] is None:
                 raise InvalidArgument(
-                    f"`{name}` must broadcast to ({', '.join(SCORES)}) = {scores}, "
+                    f"`{name}` must broadcast to ({', '.join(words)}) = {shape}, "
                     f"got shape {arrays[name].shape}"
                 )
     return sizes, operands
@@ -313,11 +344,11 @@ def _fresh(q: Array, head_dim_v: int) -> Array:
     )
 
 
-def _width(operands: Mapping[str, Array], itemsize: int, arch: int | None) -> int:
+def _width(operands: Mapping[str, Array], arch: int | None) -> int:
     """Return the bytes of the widest access, at most 16, that every row of every array allows."""
     width = 16
     for name in ("q", "k", "v", "out"):
-        array = operands[name]
+        array, itemsize = operands[name], ITEMSIZES[operands[name].dtype]
         width = math.gcd(width, array.pointer)
         if width < itemsize and arch is not None:
             raise InvalidArgument(

@@ -1,5 +1,6 @@
 """The scalar arguments of a call, each as a plain Python number: any real scalar type goes in."""
 
+import functools
 import math
 import numbers
 import operator
@@ -16,6 +17,7 @@ from .errors import InvalidArgument, InvalidType, UnsupportedProblem
 __all__ = [
     "architecture",
     "drawn_state",
+    "factor",
     "flag",
     "integer",
     "number",
@@ -27,6 +29,7 @@ __all__ = [
 
 # Kernels compute in fp32 with the scale times log2(e), which must not overflow either.
 FLOAT32_LIMIT = float(np.finfo(np.float32).max) / 2
+ARRAYS = ("shape", "__dlpack__", "__cuda_array_interface__")  # what has one of these is an array
 
 
 def scalars(
@@ -114,6 +117,13 @@ def number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:  # an integer beyond every float
         return math.inf
+
+
+def factor(name: str, value: Any) -> float | None:
+    """Return a number that fp8 inputs are multiplied by, or None where it is an array."""
+    if not isinstance(value, np.generic) and any(map(functools.partial(hasattr, value), ARRAYS)):
+        return None
+    return _finite(name, value, float(np.finfo(np.float32).max))
 
 
 def refuse_gradient(adapter: Adapter, x: Any, name: str) -> None:

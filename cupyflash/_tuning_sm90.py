@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
-__all__ = ["HALF", "HEAD_DIMS", "ForwardSm90", "Tiles", "forward_sm90", "head_dim_classes"]
+from ._array import ITEMSIZES
+
+__all__ = [
+    "EIGHT", "HALF", "HEAD_DIMS", "ForwardSm90", "Tiles", "forward_sm90", "head_dim_classes",
+]  # fmt: skip
 
 # Classes of head dims: an array's own is padded to the next of these by the zeros that TMA reads
-# outside it. Pairs that are not in the table have no tiles.
+# outside it. Pairs of 16-bit elements that are not in the table have no tiles.
 HEAD_DIMS = (64, 96, 128, 192, 256)
 PANEL = 128  # bytes of a row of a panel in shared memory
 
@@ -72,9 +76,25 @@ HALF: Table = {
     (256, 256): Tiles(64, 2, 3, 2, 1),
 }
 
+# 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
+EIGHT: Table = {
+    (64, 64): Tiles(128, 3, 3, 2, 2, landings=2),
+    (128, 128): Tiles(96, 3, 3, 2, 2, landings=2),
+    (256, 256): Tiles(96, 2, 2, 2, 1, landings=2),
+}
+TYPES = {
+    "float16": "Float16",
+    "bfloat16": "Bfloat16",
+    "float8_e4m3fn": "Float8E4m3",
+    "float8_e5m2": "Float8E5m2",
+}
 
-def head_dim_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+
+def head_dim_classes(dtype: str, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """Return the classes that two head dims are compiled for, or None if there are no tiles."""
+    if ITEMSIZES[dtype] == 1:
+        holding = [dims[:2] for dims in EIGHT if dims[0] >= head_dim and dims[1] >= head_dim_v]
+        return min(holding, default=None)
     pair = [
         next((size for size in HEAD_DIMS if size >= dim > 0), 0) for dim in (head_dim, head_dim_v)
     ]
@@ -82,12 +102,24 @@ def head_dim_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return classes if classes in HALF else None
 
 
-def shared_bytes(head_dim: int, head_dim_v: int, tiles: Tiles) -> int:
-    """Return ``sizeof(Shared)`` of attention_fwd_sm90 for 16-bit elements."""
-    row_k, row_v = (-(-2 * dim // PANEL) * PANEL for dim in (head_dim, head_dim_v))
+def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> int:
+    """Return ``sizeof(Shared)`` of attention_fwd_sm90."""
+    itemsize = ITEMSIZES[dtype]
+    row_k, row_v = _row(itemsize * head_dim), _row(itemsize * head_dim_v)
     q = tiles.q_buffers * 64 * tiles.consumers * row_k
-    k, v = tiles.k_stages * tiles.block_k * row_k, tiles.v_stages * tiles.block_k * row_v
-    return q + k + v + 1024  # the barriers, and padding to the alignment of a panel
+    k, v = tiles.k_stages * tiles.block_k * row_k, tiles.block_k * row_v
+    if itemsize > 1:
+        return q + k + tiles.v_stages * v + 1024  # the barriers, padded to a panel's alignment
+    transposed = head_dim_v * _row(tiles.block_k)
+    landing = tiles.landings * v + 1024
+    threads = 128 * tiles.consumers if tiles.parking else 0
+    parked = threads * (2 * head_dim_v + 8)
+    return q + k + tiles.v_stages * transposed + landing + parked + 1024
+
+
+def _row(size: int) -> int:
+    """Return the bytes of a tile's row of so many, in whole panels."""
+    return -(-size // PANEL) * PANEL
 
 
 def forward_sm90(
@@ -103,8 +135,8 @@ def forward_sm90(
 
     Parameters
     ----------
-    dtype : {"float16", "bfloat16"}
-        Element type.
+    dtype : str
+        Element type, of `TYPES`.
     head_dim, head_dim_v : int
         The arrays' own, for which there are classes.
     mask : str
@@ -114,11 +146,12 @@ def forward_sm90(
     params_bytes : int
         Bytes of Params.
     """
-    dims = head_dim_classes(head_dim, head_dim_v)
+    dims = head_dim_classes(dtype, head_dim, head_dim_v)
     assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
-    tiles = (bounded and HALF.get((*dims, True))) or HALF[dims]
+    table = EIGHT if ITEMSIZES[dtype] == 1 else HALF
+    tiles = (bounded and table.get((*dims, True))) or table[dims]
     return ForwardSm90(
-        t={"float16": "Float16", "bfloat16": "Bfloat16"}[dtype],
+        t=TYPES[dtype],
         mask=mask,
         head_dim=dims[0],
         head_dim_v=dims[1],
@@ -131,5 +164,5 @@ def forward_sm90(
         landings=tiles.landings,
         parking=tiles.parking,
         params_bytes=params_bytes,
-        smem_bytes=shared_bytes(*dims, tiles),
+        smem_bytes=shared_bytes(dtype, *dims, tiles),
     )

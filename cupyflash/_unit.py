@@ -15,6 +15,7 @@ __all__ = ["render"]
 # Where a type is defined: the unit includes it before the struct that names it.
 HEADERS = {
     **dict.fromkeys(("Float16", "Bfloat16", "Float32"), "tile/types.cuh"),
+    **dict.fromkeys(("Float8E4m3", "Float8E5m2"), "tile/fp8.cuh"),
     **{mask.__name__: mask.header for mask in masks.ALL},
 }
 

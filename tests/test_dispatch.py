@@ -16,6 +16,7 @@ from cupyflash import (
     _tuning,
     _tuning_sm90,
 )
+from cupyflash._array import ITEMSIZES
 from cupyflash._kernels import KERNELS, rejections, select
 from cupyflash._problem import MODIFIERS, Problem
 from cupyflash.masks import Band
@@ -85,7 +86,7 @@ def test_the_host_has_the_cpu_path() -> None:
         ({"head_dim": 512}, f"{SM80} needs head_dim <= 256, got 512"),
         ({"head_dim_v": 257}, f"{SM80} needs head_dim_v <= 256, got 257"),
         ({"dtype": "float64"}, f"{SM80} takes float16, bfloat16, float32, got float64"),
-        ({"dtype": "float8_e4m3fn"}, f"{SM80} takes .*, got float8_e4m3fn"),
+        ({"dtype": "float8_e4m3fn", "arch": 100}, f"{SM80} takes .*, got float8_e4m3fn"),
         ({"modifiers": ("softcap",)}, f"{SM80} does not take `softcap`"),
         ({"modifiers": ("attn_mask", "dropout_p")}, "does not take `attn_mask`, `dropout_p`"),
         ({"len_k": 2**29 + 1}, f"{SM80} needs lengths up to 536870912, got 536870913"),
@@ -108,7 +109,8 @@ def test_every_row_gives_its_reason(changes: dict[str, Any], words: str) -> None
     ("changes", "words"),
     [
         ({"arch": 100}, "needs compute capability 9.0, this is 10.0"),
-        ({"dtype": "float32"}, "takes float16, bfloat16, got float32"),
+        ({"dtype": "float32"}, "takes float16, bfloat16, .*e5m2, got float32"),
+        ({"dtype": "float8_e5m2", "head_dim": 72}, "needs head_dim from 16 .* of 16, got 72"),
         ({"modifiers": ("softcap",)}, "does not take `softcap`"),
         ({"head_dim": 0, "head_dim_v": 64}, "needs head_dim from 8 to 256 in steps of 8, got 0"),
         ({"head_dim_v": 60}, "needs head_dim_v from 8 to 256 in steps of 8, got 60"),
@@ -176,9 +178,10 @@ def test_lengths_batch_heads_and_scalars_change_no_configuration(name: str) -> N
     assert kernel.config(bounded) == kernel.config(problem(band=Band(9, 0)))
     for changes in (
         {"band": Band(5, 7)}, {"band": Band(None, 0)}, {"dtype": "float16"},
-        {"head_dim": 64, "head_dim_v": 64}, {"scale": 0.0}, {"scale": -1.0},
+        {"head_dim": 64, "head_dim_v": 64},
     ):  # fmt: skip
         assert kernel.config(problem(**changes)) != first
+    assert (kernel.config(problem(scale=0.0)) != first) == (name == SM80)
     assert (kernel.config(problem(width=4)) != first) == (name == SM80)
     assert kernel.config(problem(scale=-1.0)) == kernel.config(problem(scale=0.0))
 
@@ -194,12 +197,27 @@ def test_configurations_fit_their_class() -> None:
 
 
 def test_tiles_of_hopper_fit_its_shared_memory() -> None:
-    for dims, tiles in _tuning_sm90.HALF.items():
-        shared = _tuning_sm90.shared_bytes(dims[0], dims[1], tiles)
-        assert shared <= _tuning.shared_limit(90)
-        assert tiles.block_k % 16 == 0  # of a product
-        assert 2 <= tiles.consumers <= 3
-        assert dims[:2] in _tuning_sm90.HALF
+    tables = {"bfloat16": _tuning_sm90.HALF, "float8_e4m3fn": _tuning_sm90.EIGHT}
+    for dtype, table in tables.items():
+        for dims, tiles in table.items():
+            shared = _tuning_sm90.shared_bytes(dtype, dims[0], dims[1], tiles)
+            assert shared <= _tuning.shared_limit(90)
+            assert tiles.block_k % (32 // ITEMSIZES[dtype]) == 0  # of a product
+            assert 2 <= tiles.consumers <= 3
+            assert (tiles.landings > 0) == (ITEMSIZES[dtype] == 1)
+            assert dims[:2] in table
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dims", [(16, 16), (64, 128), (192, 128), (96, 96), (256, 16)])
+def test_the_kernel_of_hopper_takes_any_pair_of_head_dims_of_fp8(
+    dtype: str, dims: tuple[int, int]
+) -> None:
+    given = problem(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1])
+    config = select(given).config(given)  # type: ignore[misc]
+    assert config.head_dim >= dims[0]
+    assert config.head_dim_v >= dims[1]
+    assert config.t == {"float8_e4m3fn": "Float8E4m3", "float8_e5m2": "Float8E5m2"}[dtype]
 
 
 # Explanations

@@ -70,6 +70,13 @@ class Adapter(abc.ABC):
         """Allocate a C-contiguous array as ``empty_strided`` does."""
         return self.empty_strided(shape, contiguous_strides(shape), dtype, device)
 
+    def full(self, value: float, device: int) -> Any:
+        """Allocate a float32 array of one element and no dimension, filled on the caller's stream.
+
+        ``device`` must be current.
+        """
+        raise NotImplementedError
+
     def contiguous_last(self, x: Any) -> Any:
         """Return ``x``, or one copy on the caller's stream if its last stride is not 1."""
         raise NotImplementedError

@@ -117,6 +117,15 @@ class ForeignAdapter(Adapter):
             pointer = owner.__array_interface__["data"][0]
         return Array(pointer, shape, strides, dtype, device, self.framework, False, owner)
 
+    def full(self, value: float, device: int) -> Array:
+        if device == HOST:
+            owner = np.full((), value, np.float32)
+            pointer = owner.__array_interface__["data"][0]
+        else:
+            owner = import_cupy().full((), value, "float32")
+            pointer = owner.data.ptr
+        return Array(pointer, (), (), "float32", device, self.framework, False, owner)
+
     def contiguous_last(self, x: Array) -> Array:
         if x.device == HOST or x.shape[-1] <= 1 or x.strides[-1] == 1:
             return x

@@ -44,6 +44,9 @@ class CupyAdapter(Adapter):
     ) -> Any:
         return empty_strided(self._cupy, shape, strides, dtype)
 
+    def full(self, value: float, device: int) -> Any:
+        return self._cupy.full((), value, "float32")
+
     def contiguous_last(self, x: Any) -> Any:
         return contiguous_last(self._cupy, x)
 

@@ -39,6 +39,9 @@ class NumpyAdapter(Adapter):
     ) -> np.ndarray:
         return empty_strided(shape, strides, dtype)
 
+    def full(self, value: float, device: int) -> np.ndarray:
+        return np.full((), value, np.float32)
+
 
 def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:
     """Allocate a dense NumPy array of any order of dimensions."""

@@ -112,6 +112,10 @@ class TorchAdapter(Adapter):
         where = "cpu" if device == HOST else device
         return self._torch.empty_strided(shape, strides, dtype=self._dtypes[dtype], device=where)
 
+    def full(self, value: float, device: int) -> Any:
+        where = "cpu" if device == HOST else device
+        return self._torch.full((), value, dtype=self._torch.float32, device=where)
+
     def contiguous_last(self, x: Any) -> Any:
         return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import _tuning, _tuning_sm90
+from .._array import ITEMSIZES
 from .._kernels import Kernel
 from .case import DTYPES, Case
 from .suites import MASKS, TOKENS, WIDTH
@@ -41,10 +42,11 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
 
     Of the numbers of stages only those that leave no room for another one.
     """
+    dtype = DTYPES[case.dtype].name
 
     def complete(config: Config) -> Config:
         tiles = _tuning_sm90.Tiles(**fields(config, _tuning_sm90.Tiles))
-        size = _tuning_sm90.shared_bytes(config.head_dim, config.head_dim_v, tiles)
+        size = _tuning_sm90.shared_bytes(dtype, config.head_dim, config.head_dim_v, tiles)
         return dataclasses.replace(config, smem_bytes=size)
 
     def fits(config: Config) -> bool:
@@ -63,7 +65,7 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         return any(fits(c) and max(c.k_stages, c.v_stages) <= MAX_STAGES for c in more)
 
     choices = {
-        "block_k": range(64, 177, 16),
+        "block_k": range(64, 177, 32 // ITEMSIZES[dtype]),  # of a product
         "consumers": tuple(CONSUMER_REGISTERS),
         "k_stages": range(2, MAX_STAGES + 1),
         "v_stages": range(2, MAX_STAGES + 1),

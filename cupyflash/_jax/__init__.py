@@ -14,8 +14,8 @@ from .._array.host import host_view
 from .._array.jax_arrays import device_of, element_type, is_tracer, ordinal
 from .._kernels import select
 from .._philox import seed_offset
-from .._problem import DTYPES, METADATA, describe, host_metadata
-from .._scalars import random_state, recorded_state
+from .._problem import DESCALES, DTYPES, METADATA, describe, host_metadata, stand_in
+from .._scalars import factor, random_state, recorded_state
 from ..errors import InvalidArgument, UnsupportedProblem
 from .run import Call, bound_of, compute, views_of
 
@@ -59,8 +59,11 @@ def attention(
     for name in DTYPES:
         if name in options:
             arrays[name] = host_metadata(options.pop(name), name)
+    factors = {name: arrays.pop(name) for name in DESCALES if name in arrays}
     device, *others = _devices(arrays)
     records = {name: _record(x, name, device) for name, x in arrays.items()}
+    for name, x in factors.items():
+        records[name] = stand_in(name, x, records["q"]) or _record(x, name, device)
     seed = None if rng_state is None else _words(rng_state)
     problem, _ = describe(
         records,
@@ -73,6 +76,7 @@ def attention(
     for name in METADATA:  # JAX takes NumPy's arrays, and no other library's
         if name in arrays and adapter_of(arrays[name], name).framework != "jax":
             arrays[name] = host_view(records[name])
+    arrays |= {name: _matrix(name, x) for name, x in factors.items()}
     if problem.dropout_p:
         arrays["rng_state"] = seed
     ranks = tuple((name, len(x.shape)) for name, x in arrays.items())
@@ -147,6 +151,14 @@ def _program() -> Any:
         )
 
     return jax.jit(operation, static_argnums=0)
+
+
+def _matrix(name: str, x: Any) -> Any:
+    """Return a descale with two dimensions, behind those that ``vmap`` may add."""
+    value = factor(name, x)
+    if value is not None:
+        return np.full((1, 1), value, np.float32)
+    return x.reshape((1,) * (2 - x.ndim) + x.shape)
 
 
 def _words(rng_state: Any) -> Any:

@@ -18,7 +18,7 @@ from .._array.base import dtype_name
 from .._array.host import host_view
 from .._kernels import select
 from .._launch import Bound, bind
-from .._problem import Problem, describe
+from .._problem import DESCALES, Problem, describe
 
 CORE = ("q", "k", "v")
 ALIGNMENT = 16  # bytes of the widest access
@@ -139,7 +139,10 @@ def _on_gpu(call: Call, item: Records, stream: int) -> None:
     """Launch one item; its device is current."""
     q, k, v, out = (item[name].pointer for name in (*CORE, "out"))
     lse = item["lse"].pointer if "lse" in item else 0
-    bound = bound_of(call, views_of(item), item["q"].device, (q | k | v | out) % ALIGNMENT)
+    if any(name in item for name in DESCALES):
+        bound = _bound({name: x for name, x in item.items() if name != "lse"}, call)
+    else:
+        bound = bound_of(call, views_of(item), item["q"].device, (q | k | v | out) % ALIGNMENT)
     bound(q, k, v, out, lse, stream)
 
 
@@ -154,6 +157,12 @@ def bound_of(call: Call, views: Views, device: int, shift: int) -> Bound:
         name: Array(shift, *view, call.problem.dtype, device, "jax", True, None)
         for name, view in zip(CORE, views, strict=True)
     }
+    return _bound(records, call)
+
+
+def _bound(records: Records, call: Call) -> Bound:
+    """Return the launch of a call's kernel, loaded, whose descales stay where they are."""
+    device = records["q"].device
     arch = _jit.compute_capability(device)
     problem, operands = describe(records, arch=arch, **call.options)
     kernel = select(problem, call.kernel)
