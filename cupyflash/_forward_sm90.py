@@ -15,7 +15,7 @@ from ._forward import (
 from ._launch import BAND, LOG2_E, MAPS_BYTES, OUTPUTS, Launch
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
-from ._tuning_sm90 import HEAD_DIMS, TYPES, ForwardSm90, forward_sm90, head_dim_classes
+from ._tuning_sm90 import HEAD_DIMS, SHORT, TYPES, ForwardSm90, forward_sm90, head_dim_classes
 
 __all__ = ["DTYPES", "NAME", "PARAMS_BYTES", "config", "launch", "refusal"]
 
@@ -80,6 +80,10 @@ def _refuse_tiles(problem: Problem) -> str | None:
     return None
 
 
+def _bounded(problem: Problem) -> bool:
+    return not (problem.band.left is None and problem.band.right is None)
+
+
 def config(problem: Problem) -> ForwardSm90:
     """Return the configuration that the unit of a problem is rendered from."""
     return forward_sm90(
@@ -87,7 +91,7 @@ def config(problem: Problem) -> ForwardSm90:
         problem.head_dim,
         problem.head_dim_v,
         mask=problem.band.cuda_type,
-        bounded=not (problem.band.left is None and problem.band.right is None),
+        short=_bounded(problem) and max(problem.len_q, problem.len_k) <= SHORT,
         params_bytes=PARAMS_BYTES,
     )
 
@@ -127,7 +131,9 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
             problem.heads_q,
             problem.heads_k,
             problem.head_dim_v,
-            heads_per_group(problem),
+            heads_per_group(problem)
+            if _bounded(problem)
+            else 1,  # tiles of one length need no order
             problem.scale * LOG2_E,
         )
         + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))

@@ -145,7 +145,9 @@ DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
   using To = Panels<unsigned char, DV, KEYS>;
   // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other.
   const u32 source = from + From::offset(lane, 0);
-  const u32 target_row = lane % 8 * 2 + lane / 8 % 2, target = to + To::offset(target_row, lane / 16);
+  // Of eight rows that are stored together four are even and four are odd columns of V: they lie in different banks.
+  const u32 target_row = lane % 8 * 2 + (lane / 8 % 2 ^ lane % 8 / 4), target = to + To::offset(target_row, lane / 16);
+  const u32 first_half = lane < 16 ? 0x6420 : 0x7531, other_half = 0x6420 ^ 0x7531 ^ first_half;
   constexpr int UNITS = KEYS / 32 * (DV / 16), BATCH = 4;  // as many at a time, one after the other would wait
 #pragma unroll 1
   for (int first = warp * BATCH; first < UNITS; first += warps * BATCH) {
@@ -161,8 +163,8 @@ DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
       u32 row[4];
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        row[j] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], 0x6420);
-        row[j + 1] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], 0x7531);
+        row[j] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], first_half);
+        row[j + 1] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], other_half);
       }
       ptx::stmatrix_x4((target ^ key % 128) + key / 128 * To::PANEL + column * 128, row);
     }
