@@ -110,6 +110,12 @@ def attention(
         An argument is wrong; the message says what was expected.
     UnsupportedProblem
         No kernel computes this on this device; the message gives each kernel's reason.
+
+    Notes
+    -----
+    Nothing waits for the GPU. A CUDA graph may capture a call whose kernel is loaded, by `warmup`
+    or an earlier call of its kind. What it captures owns a counter of the tiles of its output, so
+    that different captures may run at once; instances of one graph must run one after the other.
     """
     if window_size is None:
         window_size = (-1, -1)
