@@ -11,6 +11,15 @@ in units of the size max(|ref| + rms) of each; a sum of nothing or of zeros is e
 likewise, without that. docs/decisions/0004 says why the maximum is not of one head. For the LSE
 
     |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
+
+and for fp8 inputs 2^-13 max_j sum_d |scale q_id k_jd| more, for their products are summed in fewer
+bits than those of fp32. Before they are added, the tensor cores of Hopper align the 32 products of
+an instruction and the sum so far to the largest of them, and cut each 13 bits below its leading
+one ("DeepSeek-V3 Technical Report", 3.3.2). A score of D products of either sign is so cut D times,
+by half of 2^-13 A on average and in either direction, where A, the largest sum on the way, is about
+sqrt(D) products large: of sqrt(D) 2^-13 sqrt(D) products, which is 2^-13 of the sum of their sizes.
+The LSE is off by no more than its scores are. Where all products have one sign they are cut in one
+direction, and no such bound holds.
 """
 
 import math
@@ -23,6 +32,8 @@ from . import reference
 from ._packed import Packed, Span
 
 __all__ = ["Expected", "Verdict", "assert_accurate", "expected", "gradients_verdict", "verdict"]
+
+FP8_SUMS = 2.0**-13  # what the tensor cores lose of the sizes that they add
 
 
 class Verdict(NamedTuple):
@@ -86,6 +97,8 @@ def expected(q: Any, k: Any, v: Any, **options: Any) -> Expected:
     worst = _largest(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
     allowed = 2 * packed.unpack_lse(worst[..., 0].T)
     lse_bound = allowed + 1e-5 * np.maximum(1, np.abs(ref_lse))
+    if packed.dtype.itemsize == 1:
+        lse_bound += FP8_SUMS * reference.score_sizes(q, k, v, **options)
     return Expected(ref, ref_lse, (plain.dtype, plain_lse.dtype), bound, lse_bound)
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "plain_backward",
     "rms",
     "rms_backward",
+    "score_sizes",
 ]
 
 
@@ -101,7 +102,8 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarra
     """Return the accuracy rule's same-dtype `attention`, out rounded to the output dtype.
 
     Scores and modifiers in X (fp32; fp64 for fp64), P rounded to the dtype of `q`, P V summed in X
-    over chunks of 64 keys in order; lse in X.
+    over chunks of 64 keys in order; lse in X. For fp8 each row of P is rounded to e4m3 where its
+    largest weight is 2^8, as FlashAttention-3 does: e4m3 ends at 448, and below at 2^-9.
     """
     packed = Packed(q, k, v, options)
     out, lse = _forward(packed, _same_dtype(packed.dtype))
@@ -137,6 +139,20 @@ def rms_backward(
     return _backward(Packed(q, k, v, options), dout, dlse, EXACT, power=2)
 
 
+@np.errstate(all="ignore")
+def score_sizes(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
+    """Return max_j sum_d |scale q_id k_jd| over the keys j that a query i sees, as (B, H, Sq)."""
+    packed = Packed(q, k, v, options)
+    sizes = np.zeros(packed.q.shape[1::-1])
+    for at in packed.blocks():
+        q, k, _ = packed.load(at, np.float64)
+        s, _ = _scores(packed, at, q, k, EXACT)
+        terms = abs(packed.scale) * (np.abs(q) @ np.abs(k).T)
+        visible = np.isfinite(s) & np.isfinite(terms)
+        sizes[at.h, at.rows] = np.where(visible, terms, 0).max(axis=1, initial=0)
+    return packed.unpack_lse(sizes)
+
+
 def output_dtype(dtype: Any) -> np.dtype:
     """Return the dtype of out: that of the inputs, bfloat16 for fp8."""
     try:
@@ -153,10 +169,17 @@ class Arithmetic(NamedTuple):
     store: Any = None  # dtype that P, dt and out are rounded to; None: they are not
     chunk: int = 2**62  # terms summed at a time
     order: slice = slice(None)  # of the terms of a sum
+    largest: float | None = None  # of a row as it is stored; None: as it is
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """Return `x` as it reads after having been stored."""
-        return x if self.store is None else x.astype(self.store).astype(self.compute)
+        if self.store is None:
+            return x
+        if self.largest is None:
+            return x.astype(self.store).astype(self.compute)
+        top = np.abs(x).max(axis=-1, keepdims=True, initial=0)
+        unit = np.where(top == 0, 1, top / self.compute(self.largest))
+        return (x / unit).astype(self.store).astype(self.compute) * unit
 
 
 EXACT = Arithmetic(np.float64)
@@ -166,6 +189,8 @@ def _same_dtype(dtype: Any) -> Arithmetic:
     """Return the arithmetic of `plain`; fp64 sums run backwards, unlike the oracle's."""
     if dtype == np.float64:
         return Arithmetic(np.float64, dtype, chunk=64, order=slice(None, None, -1))
+    if dtype.itemsize == 1:
+        return Arithmetic(np.float32, ml_dtypes.float8_e4m3fn, chunk=64, largest=2.0**8)
     return Arithmetic(np.float32, dtype, chunk=64)
 
 

@@ -23,13 +23,13 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def of_scores(*scores: float, **options: Any) -> tuple[np.ndarray, float]:
     """Return the weights and the LSE of one query whose scores these are."""
-    k, v = np.reshape(scores, (1, -1, 1, 1)), np.eye(len(scores))[None, :, None]
+    k, v = np.reshape(np.float64(scores), (1, -1, 1, 1)), np.eye(len(scores))[None, :, None]
     out, lse = reference.attention(np.ones((1, 1, 1, 1)), k, v, **options)
     return out[0, 0, 0], lse[0, 0, 0]
 
 
 def constant(value: float, *shape: int) -> np.ndarray:
-    return np.full(shape, value)
+    return np.full(shape, float(value))
 
 
 # The softmax

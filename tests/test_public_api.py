@@ -84,7 +84,8 @@ def test_attention_has_the_signature_of_the_contract() -> None:
         "softmax_scale": None, "causal": False, "window_size": (-1, -1),
         "alignment": "bottom_right", "softcap": 0.0, "alibi_slopes": None, "attn_bias": None,
         "attn_mask": None, "seqused_q": None, "seqused_k": None, "learnable_sink": None,
-        "dropout_p": 0.0, "rng_state": None, "layout": "bshd", "return_lse": False, "out": None,
+        "dropout_p": 0.0, "rng_state": None, "q_descale": None, "k_descale": None,
+        "v_descale": None, "layout": "bshd", "return_lse": False, "out": None,
         "kernel": None,
     }  # fmt: skip
 
