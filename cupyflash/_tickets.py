@@ -17,7 +17,7 @@ from . import _driver
 __all__ = ["SLOTS", "Slots", "Tickets", "of"]
 
 NAME = "tickets"  # of the array in a module
-SLOTS = 1024
+SLOTS = 16384
 BYTES = 8  # of a slot
 NOT_CAPTURING, CAPTURING = 0, 1  # cuda.h: CUstreamCaptureStatus
 

@@ -57,7 +57,7 @@ DEVICE void attend(const Params &p, Shared &shared) {
 }  // namespace forward
 
 // Counters of tiles, one for each launch that may be under way; see Params::tickets.
-extern "C" __device__ u32 tickets[1024][2] = {};
+extern "C" __device__ u32 tickets[16384][2] = {};
 
 extern "C" __global__ void __launch_bounds__(forward::THREADS, 1)
     attention_fwd_sm90(const __grid_constant__ forward::Params p) {
