@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  (gives NumPy the dtype name "bfloat16")
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -32,8 +32,9 @@ def _torch(device: str) -> Kit:
 
     def put(x: np.ndarray) -> Any:
         x = x.copy("K")
-        if x.dtype.name == "bfloat16":
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
+        if hasattr(ml_dtypes, x.dtype.name):
+            bits = torch.from_numpy(x.view(f"i{x.itemsize}"))
+            return bits.view(getattr(torch, x.dtype.name)).to(device)
         return torch.from_numpy(x).to(device)
 
     def get(x: Any) -> np.ndarray:
