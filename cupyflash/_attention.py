@@ -234,7 +234,8 @@ def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> b
 def warmup(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> None:
     """Compile and load the kernel of a call of `attention`, so that a graph capture may contain it.
 
-    One kernel serves every length, batch and number of heads, and all scales above 0.
+    One kernel serves every batch and number of heads and all scales above 0; on Hopper one serves
+    all lengths up to 512 under a mask and one all others, elsewhere one serves every length.
 
     Parameters
     ----------
