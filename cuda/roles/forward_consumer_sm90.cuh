@@ -187,8 +187,8 @@ struct Consumer {
     hand_over();
     ptx::wgmma_wait<1>();
     scale_scores();
-    if constexpr (MASKED) {
-      hide(mask, row, key);
+    if constexpr (MASKED || FP8) {  // 8-bit weights have no room for a guess
+      if constexpr (MASKED) hide(mask, row, key);
       softmax.meet(s, c());
     } else if (!softmax.settled || !softmax.guess(s, c())) {
       if (softmax.settled) rescore(slot);

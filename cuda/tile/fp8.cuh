@@ -110,21 +110,28 @@ struct Parked {
 
   // Adds O, and leaves it at zero.
   DEVICE void add(Accumulator<DV> &o, u32 thread) {
-    take(o, thread);
-#pragma unroll
-    for (int i = 0; i < DV / 8; ++i) part[i][thread] = {o.x[4 * i], o.x[4 * i + 1], o.x[4 * i + 2], o.x[4 * i + 3]};
+    join(o, thread);
     factor[0][thread] = factor[1][thread] = 1.0f;
     o.zero();
   }
 
-  // Adds what is here to O.
-  DEVICE void take(Accumulator<DV> &o, u32 thread) const {
+  // Adds what is here to O. The sum goes by way of what is here: registers for both there are none.
+  DEVICE void take(Accumulator<DV> &o, u32 thread) {
+    join(o, thread);
+#pragma unroll
+    for (int i = 0; i < DV / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) o.x[4 * i + j] = part[i][thread].x[j];
+  }
+
+ private:
+  DEVICE void join(const Accumulator<DV> &o, u32 thread) {
     const float by[2] = {factor[0][thread], factor[1][thread]};
 #pragma unroll
     for (int i = 0; i < DV / 8; ++i) {
-      const Four four = part[i][thread];
+      Four &four = part[i][thread];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) o.x[4 * i + j] += four.x[j] * by[j / 2];
+      for (int j = 0; j < 4; ++j) four.x[j] = four.x[j] * by[j / 2] + o.x[4 * i + j];
     }
   }
 };
@@ -133,7 +140,7 @@ struct Parked<DV, 0> {
   DEVICE void clear(u32) {}
   DEVICE void shrink(const float (&)[2], u32) {}
   DEVICE void add(Accumulator<DV> &, u32) {}
-  DEVICE void take(Accumulator<DV> &, u32) const {}
+  DEVICE void take(Accumulator<DV> &, u32) {}
 };
 
 // One warp's share, of `warps`, of V^T from V: matrices of 32 keys by 16 columns. ldmatrix transposes pairs of bytes; a

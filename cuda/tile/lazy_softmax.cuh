@@ -13,22 +13,22 @@
 
 constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
 
-// What weights may reach: of fp32's range O needs the rest for its values, fp16 and e4m3 end there.
+// What the sums of a guess may reach: of fp32's range O needs the rest for its values, fp16 weights have less.
 template <class T>
-constexpr float LIMIT = sizeof(typename T::Storage) == 1 ? 448.0f : 65536.0f;
+constexpr float LIMIT = 65536.0f;
 template <>
 constexpr float LIMIT<Float16> = 8192.0f;
 
 // The weight of a score at the reference is 2^OFFSET: 8-bit floats have more room above 1 than they need, and less
-// below. A score that is met may lie SLACK powers of 2 above the reference before that is moved.
+// below. A score that is met may lie SLACK powers of 2 above the reference before that is moved: at 2^8.8, while e4m3
+// ends at 448.
 template <class T>
-constexpr float OFFSET = sizeof(typename T::Storage) == 1 ? 7.0f : 0.0f;
+constexpr float OFFSET = sizeof(typename T::Storage) == 1 ? 8.0f : 0.0f;
 template <class T>
-constexpr float SLACK = sizeof(typename T::Storage) == 1 ? 1.8f : 0.0f;
+constexpr float SLACK = sizeof(typename T::Storage) == 1 ? 0.8f : 0.0f;
 
 template <class T>
 struct LazySoftmax {
-  static constexpr bool EIGHT_BITS = sizeof(typename T::Storage) == 1;
   static constexpr float LN_2 = 0.693147181f;
   static constexpr float FUSED_LIMIT = 1024.0f;  // a larger reference loses bits of 1 in one fused multiply-add
 
@@ -80,11 +80,6 @@ struct LazySoftmax {
     const float mc[2] = {m[0] * c - OFFSET<T>, m[1] * c - OFFSET<T>};
     float sum[2];
     moved = false;
-    if constexpr (EIGHT_BITS) {
-      const bool low = weigh_low(s, c, mc, sum);
-      l[0] += sum[0], l[1] += sum[1];
-      return !ptx::any(!low) || lower(s, c);
-    }
     weigh(s, c, mc, sum);
     if (ptx::any(!(sum[0] < LIMIT<T>) || !(sum[1] < LIMIT<T>))) return false;
     l[0] += sum[0], l[1] += sum[1];
@@ -103,31 +98,6 @@ struct LazySoftmax {
   }
 
  private:
-  // Divides P, and all that was weighed before, by a power of 2, so that no weight is above LIMIT. False when P has
-  // overflowed.
-  template <int N>
-  DEVICE bool lower(Accumulator<N> &p, float c) {
-    float top[2] = {0.0f, 0.0f};
-    p.each([&](float &weight, int r, int) { top[r] = fmaxf(top[r], weight); });
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
-      top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 2));
-    }
-    if (ptx::any(top[0] == INFINITE || top[1] == INFINITE)) return false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int exponent = static_cast<int>(ptx::float_bits(top[r]) >> 23) - 127;
-      const float excess = max(exponent - static_cast<int>(OFFSET<T>), 0);
-      shrink[r] = ptx::ex2(-excess);
-      l[r] *= shrink[r];
-      m[r] += excess / c;
-    }
-    p.each([&](float &weight, int r, int) { weight *= shrink[r]; });
-    moved = true;
-    return true;
-  }
-
   // P = 2^(c S - mc), and this lane's sums of it, each in two chains.
   template <int N>
   DEVICE static void weigh(Accumulator<N> &s, float c, const float (&mc)[2], float (&sum)[2]) {
@@ -136,22 +106,5 @@ struct LazySoftmax {
       chain[r][column / 8 % 2] += score = ptx::ex2(ptx::fma(score, c, -mc[r]));
     });
     sum[0] = chain[0][0] + chain[0][1], sum[1] = chain[1][0] + chain[1][1];
-  }
-
-  // The same, summed by fours: whether none of these sums, and so no weight, is above LIMIT.
-  template <int N>
-  DEVICE static bool weigh_low(Accumulator<N> &s, float c, const float (&mc)[2], float (&sum)[2]) {
-    s.each([&](float &score, int r, int) { score = ptx::ex2(ptx::fma(score, c, -mc[r])); });
-    float chain[2][2] = {}, top = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N / 2; i += 8)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float four = (s.x[i + 2 * r] + s.x[i + 2 * r + 1]) + (s.x[i + 2 * r + 4] + s.x[i + 2 * r + 5]);
-        top = fmaxf(top, four);
-        chain[r][i / 8 % 2] += four;
-      }
-    sum[0] = chain[0][0] + chain[0][1], sum[1] = chain[1][0] + chain[1][1];
-    return top <= LIMIT<T>;
   }
 };
