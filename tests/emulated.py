@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, Operand, Result, judge, same_bits, strided
+from harness import GPU_KERNEL, HOPPER, Operand, Result, attend, same_bits, strided
 
 import cupyflash
-from cupyflash import _emulator
+from cupyflash import _accuracy, _emulator
 from cupyflash._emulator import build
 from cupyflash._emulator.stats import Stats
 from cupyflash._launch import Launch
@@ -22,6 +22,8 @@ from cupyflash._launch import Launch
 # their warps: what catches most faults of synchronisation. `make test-nightly` asks for more.
 NIGHTLY = int(os.environ.get("CUPYFLASH_EMULATOR_SEEDS", 0))
 SEEDS = tuple(range(NIGHTLY)) or (0, 2, 3)
+# And threads at random with copies at random: what is wrong between roles of a block.
+SEEDS_OF = {GPU_KERNEL: SEEDS, HOPPER: tuple(range(NIGHTLY)) or (*SEEDS, 8)}
 ARCH = 90
 
 needs_compiler = pytest.mark.skipif(
@@ -30,13 +32,19 @@ needs_compiler = pytest.mark.skipif(
 
 
 def run(
-    q: Operand, k: Operand, v: Operand, *, seed: int = 0, arch: int = ARCH, **options: Any
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    *,
+    kernel: str = GPU_KERNEL,
+    seed: int = 0,
+    arch: int = ARCH,
+    **options: Any,
 ) -> Result:
-    """Return (out, lse) of the GPU's kernel on the emulator."""
+    """Return (out, lse) of a kernel of a GPU on the emulator."""
     arrays = (strided(x).host for x in (q, k, v))
-    options = {"kernel": GPU_KERNEL, "return_lse": True} | options
     with cupyflash.emulate(seed=seed, arch=arch):
-        out, lse = cupyflash.attention(*arrays, **options)
+        out, lse = attend(kernel, *arrays, return_lse=True, **options)
     return out, lse
 
 
@@ -45,15 +53,22 @@ def check(
     k: Operand,
     v: Operand,
     *,
-    seeds: tuple[int, ...] = SEEDS,
+    kernel: str = GPU_KERNEL,
+    seeds: tuple[int, ...] | None = None,
     arch: int = ARCH,
     **options: Any,
 ) -> Result:
-    """Hold the result of the first seed against the oracle, and the others to the same bits."""
-    first, *others = (run(q, k, v, seed=seed, arch=arch, **options) for seed in seeds)
-    for name in ("out", "kernel"):
-        options.pop(name, None)
-    judge(first, q, k, v, **options)
+    """Hold the result of the first seed against the oracle, and the others to the same bits.
+
+    The seeds are the kernel's own by default.
+    """
+    seeds = seeds or SEEDS_OF[kernel]
+    first, *others = (
+        run(q, k, v, kernel=kernel, seed=seed, arch=arch, **options) for seed in seeds
+    )
+    options.pop("out", None)
+    verdict = _accuracy.verdict(*first, *(strided(x).host for x in (q, k, v)), **options)
+    assert verdict.ok, verdict.message
     for seed, result in zip(seeds[1:], others, strict=True):
         for name, one, other in zip(("out", "lse"), first, result, strict=True):
             assert same_bits(one, other), f"{name} of seed {seed} is not that of seed {seeds[0]}"
