@@ -2,8 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +26,17 @@ def strided(array: Operand) -> Strided:
     return array if isinstance(array, Strided) else Strided.of(array)
 
 
-@contextmanager
-def skip_refusals(kernel: str) -> Iterator[None]:
-    """Skip what the kernel of one kind of GPU refuses, in its own words; the others take all."""
+def attend(kernel: str, *arrays: Any, **options: Any) -> Any:
+    """Call a kernel by name; what only that of one kind of GPU refuses is skipped, with its words.
+
+    The other kernels take every problem of the tests.
+    """
     try:
-        yield
+        return cupyflash.attention(*arrays, kernel=kernel, **options)
     except UnsupportedProblem as refusal:
         if kernel != HOPPER:
             raise
         pytest.skip(str(refusal))
-
-
-def attend(kernel: str, *arrays: Any, **options: Any) -> Any:
-    """Call a kernel by name, on whatever memory; what only Hopper's kernel refuses is skipped."""
-    with skip_refusals(kernel):
-        return cupyflash.attention(*arrays, kernel=kernel, **options)
 
 
 def call(kernel: str, *arrays: Any, **options: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cupyflash import UnsupportedProblem, _check, _cpu
+from cupyflash import UnsupportedProblem, _check, _cpu, _kernels
 from cupyflash._bench.case import DTYPES, Case
 from cupyflash.cli import main
 
@@ -143,5 +143,35 @@ def test_every_case_has_its_own_inputs_and_every_feature_is_used() -> None:
 def test_every_kernel_of_the_gpu_passes() -> None:
     done = CliRunner().invoke(main, ["check", "--json"])
     answer = json.loads(done.stdout)
-    assert {o["kernel"] for o in answer["outcomes"]} >= {"cpu", "attention_fwd_sm80"}
+    statuses = {
+        kernel: [o["status"] for o in answer["outcomes"] if o["kernel"] == kernel]
+        for kernel in _check.available()
+    }
+    assert statuses.keys() >= {"cpu", "attention_fwd_sm80"}
+    for kernel, found in statuses.items():
+        assert "ok" in found, kernel
+        assert len(found) == len(_check.table()), kernel
     assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arch", "hopper"), [(80, False), (89, False), (90, True), (100, False), (120, False)]
+)
+def test_the_table_is_for_every_kernel_of_the_architecture(
+    monkeypatch: pytest.MonkeyPatch, arch: int, hopper: bool
+) -> None:
+    monkeypatch.setattr(_check.environment, "gpu_present", lambda: True)
+    monkeypatch.setattr(_check._jit, "compute_capability", lambda device: arch)
+    expected = ["attention_fwd_sm90"] * hopper + ["attention_fwd_sm80", "cpu"]
+    assert _check.available() == _check.chosen(None) == expected
+
+
+def test_hopper_takes_every_half_of_the_table_that_it_should() -> None:
+    refused = [
+        check
+        for check, case, features in _check.table()
+        if case.dtype in ("fp16", "bf16")
+        and set(features) <= {"bhsd", "scale"}
+        and _kernels.FORWARD_SM90.refusal(case.request(90).problem)
+    ]
+    assert refused == ["head dim 33", "v wider than k", "no keys"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, judge
+from harness import GPU_KERNEL, GPU_KERNELS, HOPPER, attend, judge
 
 import cupyflash
 from cupyflash.errors import InvalidArgument, InvalidType, UnsupportedProblem
@@ -23,11 +23,12 @@ def ones(cp: Any, *shape: int, dtype: Any = np.float16) -> Any:
     return cp.ones(shape, dtype)
 
 
-@pytest.mark.parametrize("kernel", [None, GPU_KERNEL])
+@pytest.mark.parametrize("kernel", [None, *GPU_KERNELS])
 @pytest.mark.parametrize("dim", [257, 512, 1024])
 def test_a_head_dim_beyond_the_limit(cp: Any, dim: int, kernel: str | None) -> None:
     x = ones(cp, 1, 17, 1, dim)
-    with pytest.raises(UnsupportedProblem, match=rf"{GPU_KERNEL}.*head_dim.*256.*{dim}"):
+    named = kernel or GPU_KERNEL
+    with pytest.raises(UnsupportedProblem, match=rf"{named}.*head_dim.*256.*{dim}"):
         cupyflash.attention(x, x, x, kernel=kernel)
 
 
@@ -68,10 +69,34 @@ def test_a_kernel_of_the_host_is_no_kernel_of_the_gpu(cp: Any, kernel: str) -> N
         cupyflash.attention(x, x, x, kernel=kernel)
 
 
-def test_the_kernel_of_the_gpu_is_no_kernel_of_the_host() -> None:
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_a_kernel_of_the_gpu_is_no_kernel_of_the_host(kernel: str) -> None:
     x = np.ones((1, 8, 1, 64), np.float16)
-    with pytest.raises(UnsupportedProblem, match=rf"{GPU_KERNEL}.*GPU.*host memory"):
-        cupyflash.attention(x, x, x, kernel=GPU_KERNEL)
+    with pytest.raises(UnsupportedProblem, match=rf"{kernel}.*GPU.*host memory"):
+        cupyflash.attention(x, x, x, kernel=kernel)
+
+
+def test_what_hopper_refuses_is_computed_by_the_kernel_of_every_gpu(cp: Any) -> None:
+    x = ones(cp, 1, 8, 1, 64)
+    attend(HOPPER, x, x, x)  # skips where this GPU is not the kernel's
+    rows = cp.ones((1, 8, 1, 65), np.float16)[..., 1:]
+    for arrays, words in (
+        ([ones(cp, 1, 8, 1, 60)] * 3, "head_dim .* steps of 8, got 60"),
+        ([ones(cp, 1, 8, 1, 64, dtype=np.float32)] * 3, "got float32"),
+        ([x, x, ones(cp, 1, 8, 1, 256)], "one class"),
+        ([rows, x, x], "multiples of 16 bytes"),
+        ([cp.broadcast_to(x[:, :1], x.shape), x, x], "needs strides from 16 .* got 0"),
+        ([x, x[:, :0], x[:, :0]], "needs keys"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=rf"{HOPPER} .*{words}"):
+            cupyflash.attention(*arrays, kernel=HOPPER)
+        assert cupyflash.explain(*arrays).kernel == GPU_KERNEL
+        cupyflash.warmup(*arrays)
+        out = cupyflash.attention(*arrays)
+        assert (out == (0 if "keys" in words else 1)).all()
+    assert cupyflash.explain(x, x, x).kernel == HOPPER
+    assert cupyflash.supports(x, x, x, kernel=HOPPER)
+    assert not cupyflash.supports(rows, x, x, kernel=HOPPER)
 
 
 @pytest.mark.parametrize("host", ["q", "k", "v"])

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, call, check, judge, run, same_bits
+from harness import GPU_KERNEL, GPU_KERNELS, HOPPER, call, check, judge, run, same_bits
 from strided import Layout
 
 pytestmark = pytest.mark.gpu
 GB = 10**9
 CHUNK = 2**27  # elements compared at a time
+both = pytest.mark.parametrize("kernel", GPU_KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -34,30 +35,35 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
 
 
+@both
 @pytest.mark.parametrize(
     ("batch", "heads_q", "heads_k"),
     [(65536, 1, 1), (1, 65536, 65536), (1, 65536, 1), (300, 300, 300), (70001, 3, 1)],
 )
-def test_more_than_65535_batches_or_heads(batch: int, heads_q: int, heads_k: int) -> None:
+def test_more_than_65535_batches_or_heads(
+    kernel: str, batch: int, heads_q: int, heads_k: int
+) -> None:
     q = normal(1, batch, 1, heads_q, 8)
     k, v = normal(2, batch, 1, heads_k, 8), normal(3, batch, 1, heads_k, 8)
-    out, lse = run(GPU_KERNEL, q, k, v, causal=True)
+    out, lse = run(kernel, q, k, v, causal=True)
     assert same_bits(out, np.repeat(v, heads_q // heads_k, axis=2))
     assert np.isfinite(lse).all()
 
 
-def test_more_than_65535_query_tiles() -> None:
+@both
+def test_more_than_65535_query_tiles(kernel: str) -> None:
     q = normal(1, 1, 65536 * 128 + 1, 1, 8)
     k, v = normal(2, 1, 1, 1, 8), normal(3, 1, 1, 1, 8)
-    out, lse = run(GPU_KERNEL, q, k, v)
+    out, lse = run(kernel, q, k, v)
     assert (out == v).all()
     assert np.isfinite(lse).all()
 
 
-def test_a_million_keys() -> None:
+@both
+def test_a_million_keys(kernel: str) -> None:
     q, k, v = normal(1, 1, 3, 2, 64), normal(2, 1, 2**20, 1, 64), normal(3, 1, 2**20, 1, 64)
-    check(GPU_KERNEL, q, k, v)
-    check(GPU_KERNEL, q, k, v, causal=True, window_size=(1000, 0))
+    check(kernel, q, k, v)
+    check(kernel, q, k, v, causal=True, window_size=(1000, 0))
 
 
 # Offsets. One operand lies in 8.6 GB of NaN with a stride that takes its last element past 2^32.
@@ -110,9 +116,10 @@ def words_written(memory: Any) -> int:
     return sum(int(cupy.count_nonzero(chunk != ones)) for chunk in chunks)
 
 
+@both
 @pytest.mark.parametrize("axis", FAR)
 @pytest.mark.parametrize("operand", ["q", "k", "v", "out"])
-def test_offsets_beyond_32_bits(operand: str, axis: str) -> None:
+def test_offsets_beyond_32_bits(kernel: str, operand: str, axis: str) -> None:
     import cupy
 
     need(10)
@@ -126,7 +133,7 @@ def test_offsets_beyond_32_bits(operand: str, axis: str) -> None:
     values = {name: normal(seed, *shape) for seed, name in enumerate("qkv")}
     arrays: dict[str, Any] = {name: cupy.asarray(x) for name, x in values.items()}
     if operand == "out":
-        out, lse = call(GPU_KERNEL, *arrays.values(), out=far)
+        out, lse = call(kernel, *arrays.values(), out=far)
         assert out is far
         result = gather(memory, layout, shape)
         rows = shape[0] * shape[1] * shape[2]
@@ -134,19 +141,20 @@ def test_offsets_beyond_32_bits(operand: str, axis: str) -> None:
     else:
         scatter(memory, layout, values[operand])
         arrays[operand] = far
-        out, lse = call(GPU_KERNEL, *arrays.values())
+        out, lse = call(kernel, *arrays.values())
         result = out.get()
     judge((result, lse.get()), *values.values())
 
 
-def test_arrays_of_more_than_two_to_the_31_elements() -> None:
+@both
+def test_arrays_of_more_than_two_to_the_31_elements(kernel: str) -> None:
     import cupy
 
     need(10)
     rows = 2**20 + 1
     q = cupy.zeros((1, rows, 16, 128), np.float16)
     k, v = cupy.asarray(normal(2, 1, 1, 16, 128)), cupy.asarray(normal(3, 1, 1, 16, 128))
-    out, lse = call(GPU_KERNEL, q, k, v)
+    out, lse = call(kernel, q, k, v)
     assert not lse.any()
     for begin in range(0, rows, CHUNK // 2048):
         assert (out[:, begin : begin + CHUNK // 2048] == v).all(), begin
@@ -164,3 +172,21 @@ def test_an_lse_of_more_than_two_to_the_31_elements() -> None:
         for head in range(heads):
             assert not lse[0, head, begin : begin + CHUNK].any(), begin
         assert (out[:, begin : begin + CHUNK] == v).all(), begin
+
+
+def test_an_lse_of_more_than_two_to_the_31_elements_on_hopper() -> None:
+    """Rows of q overlap, so that it is small: one begins 16 bytes after another."""
+    import cupy
+
+    need(48)
+    batch, rows, heads, dim = 8, 2**25 + 1, 8, 8
+    memory = cupy.zeros((batch + rows + heads, dim), np.float16)
+    q = cupy.ndarray((batch, rows, heads, dim), np.float16, memory.data, (16, 16, 16, 2))
+    v = cupy.asarray(normal(3, batch, 1, heads, dim))
+    out, lse = call(HOPPER, q, cupy.ones_like(v), v)
+    assert lse.size > 2**31
+    chunk = CHUNK // (heads * dim)
+    for entry in range(batch):
+        assert not lse[entry].any(), entry
+        for begin in range(0, rows, chunk):
+            assert (out[entry, begin : begin + chunk] == v[entry]).all(), (entry, begin)

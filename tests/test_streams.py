@@ -6,11 +6,9 @@ from typing import Any
 import gpu
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, judge, run, same_bits
+from harness import GPU_KERNELS, attend, judge, run, same_bits
 
-import cupyflash
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kernel", GPU_KERNELS)]
 SHAPE = (1, 64, 2, 64)
 ROUNDS = range(1, 9)
 
@@ -39,62 +37,58 @@ def make_stream(cp: Any, kind: str) -> Any:
 KINDS = ("non_blocking", "blocking", "null", "per_thread", "external")
 
 
-def attend(*arrays: Any, **options: Any) -> Any:
-    return cupyflash.attention(*arrays, kernel=GPU_KERNEL, **options)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_are_read_after_they_were_written(cp: Any, kind: str) -> None:
+def test_inputs_are_read_after_they_were_written(cp: Any, kernel: str, kind: str) -> None:
     stream = make_stream(cp, kind)
     with stream:
         q, k, v = (cp.zeros(SHAPE, np.float16) for _ in "qkv")
-        attend(q, k, v)
+        attend(kernel, q, k, v)
         outs = []
         for number in ROUNDS:
             gpu.spin(5)
             for x in (q, k, v):
                 x.fill(number)
-            outs.append(attend(q, k, v))
+            outs.append(attend(kernel, q, k, v))
         results = [out.get() for out in outs]
     for number, result in zip(ROUNDS, results, strict=True):
         assert (result == number).all(), number
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_returns_before_its_stream_is_done(cp: Any, kind: str) -> None:
+def test_a_call_returns_before_its_stream_is_done(cp: Any, kernel: str, kind: str) -> None:
     stream = make_stream(cp, kind)
     with stream:
         x = cp.ones((*SHAPE[:3], 128), np.float16)[..., ::2]  # copied first, on the same stream
-        attend(x, x, x)
+        attend(kernel, x, x, x)
         stream.synchronize()
         gpu.spin(400)
-        out = attend(x, x, x)
+        out = attend(kernel, x, x, x)
         assert not stream.done
         assert (out.get() == 1).all()
 
 
-def test_the_innermost_stream_is_taken(cp: Any) -> None:
+def test_the_innermost_stream_is_taken(cp: Any, kernel: str) -> None:
     outer, inner = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     x = cp.ones(SHAPE, np.float16)
     out = cp.empty(SHAPE, np.float16)  # given, so that no allocation can wait for the device
-    attend(x, x, x, out=out)
+    attend(kernel, x, x, x, out=out)
     cp.cuda.Device().synchronize()
     with outer:
         with inner:
             gpu.spin(200)
-            attend(x, x, x, out=out)
+            attend(kernel, x, x, x, out=out)
             assert not inner.done
             assert outer.done
         inner.synchronize()
         gpu.spin(200)
-        attend(x, x, x, out=out)
+        attend(kernel, x, x, x, out=out)
         assert not outer.done
         assert inner.done
         outer.synchronize()
     assert (out.get() == 1).all()
 
 
-def test_scratch_outlives_its_last_reference(cp: Any) -> None:
+def test_scratch_outlives_its_last_reference(cp: Any, kernel: str) -> None:
     ours, theirs = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     wide = (*SHAPE[:3], 128)
     outs = []
@@ -102,7 +96,7 @@ def test_scratch_outlives_its_last_reference(cp: Any) -> None:
         with ours:
             x = cp.empty(wide, np.float16)
             x.fill(number % 50)
-            outs.append(attend(x[..., ::2], x[..., 1::2], x[..., ::2]))
+            outs.append(attend(kernel, x[..., ::2], x[..., 1::2], x[..., ::2]))
             del x
         with theirs:
             for _ in range(4):
@@ -114,40 +108,40 @@ def test_scratch_outlives_its_last_reference(cp: Any) -> None:
 
 
 @pytest.mark.frameworks
-def test_torch_inputs_are_read_after_they_were_written(torch_cuda: Any) -> None:
+def test_torch_inputs_are_read_after_they_were_written(torch_cuda: Any, kernel: str) -> None:
     torch = torch_cuda
     for side in (torch.cuda.Stream(), torch.cuda.default_stream()):
         raw = SimpleNamespace(ptr=side.cuda_stream)
         with torch.cuda.stream(side):
             q, k, v = (torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
-            attend(q, k, v)
+            attend(kernel, q, k, v)
             outs = []
             for number in ROUNDS:
                 gpu.spin(5, raw)
                 for x in (q, k, v):
                     x.fill_(number)
-                outs.append(attend(q, k, v))
+                outs.append(attend(kernel, q, k, v))
             results = [out.float().cpu().numpy() for out in outs]
         for number, result in zip(ROUNDS, results, strict=True):
             assert (result == number).all(), number
 
 
 @pytest.mark.frameworks
-def test_torch_is_not_synchronised(torch_cuda: Any) -> None:
+def test_torch_is_not_synchronised(torch_cuda: Any, kernel: str) -> None:
     torch = torch_cuda
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         x = torch.ones((*SHAPE[:3], 128), dtype=torch.float16, device="cuda")[..., ::2]
-        attend(x, x, x)
+        attend(kernel, x, x, x)
         side.synchronize()
         gpu.spin(400, SimpleNamespace(ptr=side.cuda_stream))
-        out = attend(x, x, x)
+        out = attend(kernel, x, x, x)
         assert not side.query()
         assert bool((out == 1).all())
 
 
 @pytest.mark.frameworks
-def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any) -> None:
+def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any, kernel: str) -> None:
     torch = torch_cuda
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
     wide = (*SHAPE[:3], 128)
@@ -155,7 +149,7 @@ def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any) -> None:
     for number in range(200):
         with torch.cuda.stream(ours):
             x = torch.full(wide, number % 50, dtype=torch.float16, device="cuda")
-            outs.append(attend(x[..., ::2], x[..., 1::2], x[..., ::2]))
+            outs.append(attend(kernel, x[..., ::2], x[..., 1::2], x[..., ::2]))
             del x
         with torch.cuda.stream(theirs):
             for _ in range(4):
@@ -167,13 +161,13 @@ def test_torch_scratch_outlives_its_last_reference(torch_cuda: Any) -> None:
 
 
 @pytest.mark.frameworks
-def test_torch_and_cupy_agree_bit_for_bit(torch_cuda: Any) -> None:
+def test_torch_and_cupy_agree_bit_for_bit(torch_cuda: Any, kernel: str) -> None:
     torch = torch_cuda
     rng = np.random.default_rng(1)
     arrays = [rng.standard_normal((2, 70, 3, 80)).astype(np.float16) for _ in "qkv"]
-    expected = run(GPU_KERNEL, *arrays, causal=True)
+    expected = run(kernel, *arrays, causal=True)
     judge(expected, *arrays, causal=True)
     tensors = [torch.from_numpy(x).cuda() for x in arrays]
-    out, lse = attend(*tensors, causal=True, return_lse=True)
+    out, lse = attend(kernel, *tensors, causal=True, return_lse=True)
     assert same_bits(out.cpu().numpy(), expected[0])
     assert same_bits(lse.cpu().numpy(), expected[1])
