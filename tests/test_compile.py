@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cupyflash import _jit
+from cupyflash import _jit, _tuning_sm90
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
 from cupyflash._kernels import KERNELS, Kernel
 from cupyflash._problem import Operands, Problem
@@ -33,6 +33,7 @@ SYSTEM_BYTES = 1024
 REGISTERS = 65536  # of a multiprocessor, on all of them
 
 DTYPES = ("bfloat16", "float16", "float32")
+FLOAT8S = ("float8_e4m3fn", "float8_e5m2")  # on Hopper
 FULL, CAUSAL = Band(), Band(None, 0)
 BANDS = {"full": FULL, "causal": CAUSAL, "from": Band(128, None), "window": Band(128, 128)}
 ROWS = [row for row in KERNELS if row.config is not None]
@@ -63,8 +64,12 @@ def operands(problem: Problem) -> Operands:
         (p.batch, p.len_k, p.heads_k, p.head_dim_v),
         (p.batch, p.len_q, p.heads_q, p.head_dim_v),
     )
+    dtypes = (p.dtype, p.dtype, p.dtype, p.output_dtype)
     return Operands(
-        *(Array(0, x, contiguous_strides(x), p.dtype, 0, "no", False, None) for x in shapes)
+        *(
+            Array(0, shape, contiguous_strides(shape), dtype, 0, "no", False, None)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
     )
 
 
@@ -91,6 +96,8 @@ def gate() -> list[Any]:
         problems += [problem(90, dtype, *dims) for dims in sorted(UNEQUAL)]
         everything = {"band": BANDS["window"], "width": 4, "scale": -1.0}
         problems += [problem(90, dtype, head_dim, **everything) for head_dim in HEAD_DIMS]
+    for dtype, dims in itertools.product(FLOAT8S, _tuning_sm90.EIGHT):
+        problems += [problem(90, dtype, *dims[:2], band=band) for band in BANDS.values()]
     return [
         pytest.param(row, problem, id=label(row, problem))
         for row in ROWS
@@ -119,7 +126,8 @@ def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Probl
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_some_kernel_takes_every_class(arch: int) -> None:
-    asked = [problem(arch, *facts) for facts in itertools.product(DTYPES, HEAD_DIMS)]
+    dtypes = DTYPES + FLOAT8S * (arch == 90)
+    asked = [problem(arch, *facts) for facts in itertools.product(dtypes, HEAD_DIMS)]
     assert not [p for p in asked if all(row.refusal(p) for row in ROWS)]
 
 

@@ -136,10 +136,10 @@ def test_lazy_views_are_refused() -> None:
         attend(tensor(dtype=torch.complex64).conj())
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fnuz"])
 def test_other_dtypes_are_refused(dtype: str) -> None:
     x = tensor().to(getattr(torch, dtype))
-    with pytest.raises((InvalidType, UnsupportedProblem), match=r"`q` has |takes float16"):
+    with pytest.raises(InvalidType, match="`q` has "):
         cupyflash.attention(x, x, x)
 
 
