@@ -70,6 +70,11 @@ _TABLE: tuple[tuple[str, Case, Features], ...] = (
     ("sink",               Case("bf16", 1,  200,  200, 4, 4,  64,  64, "window:64,0"),   ("sink",)),
     ("lengths in use",     Case("bf16", 4,  200,  200, 2, 2,  64,  64, "causal"),     ("seqused",)),
     ("dropout",            Case("fp16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("dropout",)),
+    ("fp8",                Case("e4m3", 2,  256,  256, 4, 2,  64,  64, "full"),       ()),
+    ("fp8",                Case("e5m2", 1,  200,  330, 4, 4, 128, 128, "causal"),     ()),
+    ("fp8, descaled",      Case("e4m3", 2,  200,  200, 4, 2, 128, 128, "causal"),     ("descale",)),
+    ("fp8, descaled",      Case("e5m2", 2,  150,  210, 4, 2, 256, 256, "window:99,9"),
+        ("descale",)),
     ("all at once",        Case("bf16", 2,  200,  230, 4, 2,  64,  64, "window:150,3"),
         ("scale", "softcap", "alibi", "bias", "mask", "sink", "seqused", "dropout")),
     ("throughput",         Case("fp32", 1, 1024, 1024, 8, 8,  64,  64, "full"),       ()),
@@ -136,6 +141,10 @@ FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
         "seqused_k": rng.integers(0, case.len_k + 1, case.batch, dtype=np.int32)
     },
     "dropout": lambda case, rng: {"dropout_p": 0.2, "rng_state": (2026, 11)},
+    "descale": lambda case, rng: {
+        name: 0.5 + rng.random((case.batch, case.heads_k), np.float32)
+        for name in ("q_descale", "k_descale", "v_descale")
+    },
 }
 
 

@@ -353,14 +353,14 @@ def stand_in_for_flash_attention(monkeypatch) -> None:
 
 
 @pytest.mark.frameworks
-def test_a_peer_is_timed_on_fp8_where_ours_is_not_there(monkeypatch) -> None:
+def test_fp8_is_timed_with_the_peer_that_has_it(monkeypatch) -> None:
     pytest.importorskip("torch")
     stand_in_for_flash_attention(monkeypatch)
     case = Case("e4m3", 2, 40, 40, 4, 2, 16, 16, "causal")
     own, fa3, fa4 = measured(run.Group((case,), (peers.PEERS["fa3"], peers.PEERS["fa4"]), "cpu"))
-    assert own["error"].startswith("UnsupportedProblem")
-    assert fa3["kernel_us"] > 0
-    assert "note" not in fa3
+    for row in (own, fa3):
+        assert row["kernel_us"] > 0
+        assert "note" not in row
     assert fa4["error"] == "unfit: it takes bf16 and fp16, not e4m3"
 
 

@@ -243,7 +243,7 @@ def test_all_means_every_class_of_a_kernel(monkeypatch) -> None:
     cases = [unit.case for unit in compiled]
     seen = {(case.dtype, (case.head_dim, case.head_dim_v), case.mask) for case in cases}
     assert {(dtype, dims) for dtype, dims, _ in seen} == set(
-        itertools.product(units.DTYPES, units.DIMS)
+        itertools.product(("bf16", "fp16", "fp32"), units.DIMS)
     )
     assert {mask for _, _, mask in seen} == set(units.MASKS)
     assert len({unit.launch.unit for unit in compiled}) == len(compiled)

@@ -22,6 +22,7 @@ DTYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _LONG_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
 _WINDOW = re.compile(r"window:(-?\d+),(-?\d+)")

@@ -13,7 +13,7 @@ from .._tuning import HEAD_DIMS, UNEQUAL
 from .case import Case, both
 
 DIMS = (*((dim, dim) for dim in HEAD_DIMS), *sorted(UNEQUAL))  # of q and k, and of v
-DTYPES = ("bf16", "fp16", "fp32")
+DTYPES = ("bf16", "fp16", "fp32", "e4m3", "e5m2")
 MASKS = ("full", "causal", "window:128,-1", "window:128,128")  # which sides have a bound
 
 
