@@ -104,32 +104,23 @@ def test_ten_runs_give_the_same_bits(case: Case) -> None:
         assert same_bits(lse_again, lse)
 
 
-def small(n: int, len_q: int, len_k: int) -> Case:
-    """Return a problem of a class whose unit is one for all lengths."""
-    causal = n > 3
-    return Case(len_q, len_k, *DIMS[n], HALVES[causal], heads_q=2, heads_k=1, causal=causal)
-
-
-@emulated.needs_compiler
-@pytest.mark.parametrize("n", range(len(DIMS)), ids=lambda n: str(DIMS[n]))
-def test_every_class_on_the_emulator(n: int) -> None:
-    """Lengths that leave the second consumer or its last rows without a query."""
-    for len_q, len_k in ((65, 129), (200, 193), (150, 40)):
-        case = small(n, len_q, len_k)
-        emulated.check(*case.arrays(), seeds=(n % 3,), kernel=HOPPER, **case.options)
-
-
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(partial(emulated.check, seeds=(2,), kernel=HOPPER), id="emulator"),
+        pytest.param(
+            partial(emulated.check, seeds=(2,), kernel=HOPPER),
+            marks=emulated.needs_compiler,
+            id="emulator",
+        ),
         pytest.param(partial(check, HOPPER), marks=pytest.mark.gpu, id="gpu"),
     ],
 )
-@pytest.mark.parametrize("n", range(len(DIMS)), ids=lambda n: str(DIMS[n]))
-def test_scores_that_outgrow_the_first_block_met(n: int, check: Callable[..., Result]) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_scores_that_outgrow_the_first_block_met(
+    dims: tuple[int, int], check: Callable[..., Result]
+) -> None:
     """The first keys, which are met last, have scores of many times the others'."""
-    case = small(n, 200, 300)
+    case = Case(200, 300, *dims, heads_q=2, heads_k=1, causal=True)
     for keys in (slice(0, 10), slice(130, 170)):
         q, k, v = case.arrays()
         k.host[:, keys] *= 16
