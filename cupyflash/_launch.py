@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ FORWARD_BYTES = POINTERS.size + FORWARD.size + BAND.size
 # out, lse and tickets.
 MAPS_BYTES = 4 * BYTES
 OUTPUTS = struct.Struct("<3Q")
+TICKETS_OFFSET = MAPS_BYTES + 16
 LOG2_E = math.log2(math.e)
 
 
@@ -64,6 +65,12 @@ class Launch:
         """Return the grid on a device of so many multiprocessors."""
         x, y, z = self.grid
         return (min(x, multiprocessors), y, z) if self.persistent else self.grid
+
+    def with_tickets(self, pointer: int) -> "Launch":
+        """Return the launch with the address of its counter of tiles in params."""
+        end = TICKETS_OFFSET + 8
+        params = self.params[:TICKETS_OFFSET] + struct.pack("<Q", pointer) + self.params[end:]
+        return replace(self, params=params)
 
     def complete(self, encode: Callable[[TensorMap], bytes]) -> bytes:
         """Return params with the tensor maps in their places, encoded for what runs the launch."""

@@ -66,6 +66,11 @@ class Memory:
         self._outputs.append(_Placed(name, array, twin, content, content.copy()))
         return twin
 
+    def counter(self) -> np.ndarray:
+        """Return two words of a kernel's own, zeros."""
+        allocation = self._allocate(8, "tickets", fill_nan=0)
+        return _bytes(allocation, 8).view(np.uint32)
+
     def collect(self) -> None:
         """Copy the outputs back, and raise KernelFault where anything else was written."""
         for placed in self._outputs:
@@ -85,6 +90,13 @@ class Memory:
                     f"{strays[0]} bytes from its start"
                 )
 
+    def _allocate(self, size: int, name: str, fill_nan: int) -> int:
+        allocation = self._runtime.emu_alloc(size, name.encode(), fill_nan)
+        if not allocation:
+            raise MemoryError(f"the emulator has no memory for the {size} bytes of `{name}`")
+        self._allocations.append(allocation)
+        return int(allocation)
+
     def _place(self, name: str, array: Array) -> tuple[Array, np.ndarray]:
         """Allocate the bytes that an array spans; return its twin there, and those bytes."""
         first, end = span(array, ITEMSIZES[array.dtype])
@@ -92,10 +104,7 @@ class Memory:
             return array._replace(pointer=0, owner=None), np.empty(0, np.uint8)
         lead = (array.pointer + first) % ALIGNMENT
         size = lead + end - first
-        allocation = self._runtime.emu_alloc(size, name.encode(), 1)
-        if not allocation:
-            raise MemoryError(f"the emulator has no memory for the {size} bytes of `{name}`")
-        self._allocations.append(allocation)
+        allocation = self._allocate(size, name, fill_nan=1)
         twin = array._replace(pointer=allocation + lead - first, readonly=False, owner=None)
         return twin, _bytes(allocation, size)
 
