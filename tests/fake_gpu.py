@@ -14,12 +14,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from cupyflash import _array, _call, _driver, _jit, _launch, _tensor_map, reference
-from cupyflash._array import Adapter, Array
+from cupyflash import _array, _call, _driver, _jit, _launch, _tensor_map, _tickets, reference
+from cupyflash._array import ITEMSIZES, Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
 
 LOG2_E = 1.4426950408889634
+DTYPES = {
+    "Float16": "float16", "Bfloat16": "bfloat16", "Float32": "float32",
+    "Float8E4m3": "float8_e4m3fn", "Float8E5m2": "float8_e5m2",
+}  # fmt: skip
 
 
 class Params(ctypes.Structure):
@@ -71,6 +75,7 @@ class FakeArray:
     def __init__(self, host: np.ndarray, device: int = 0) -> None:
         self.host = host
         self.device = device
+        self.shape = host.shape
 
 
 class FakeAdapter(Adapter):
@@ -104,6 +109,9 @@ class FakeAdapter(Adapter):
         host[...] = np.nan
         return FakeArray(host, device)
 
+    def full(self, value: float, device: int) -> FakeArray:
+        return FakeArray(np.full((), value, np.float32), device)
+
     def stream(self, device: int) -> int:
         return 1000 + device
 
@@ -115,6 +123,9 @@ class FakeAdapter(Adapter):
             return x
         self.copies += 1
         return FakeArray(np.ascontiguousarray(x.host), x.device)
+
+
+TICKETS = 0x7000  # the address of the counter of tiles of a stream, less its handle
 
 
 class FakeKernel:
@@ -142,7 +153,7 @@ class FakeKernel:
         self.compute(p)
 
     def compute(self, p: Any) -> None:
-        dtype = re.search(r"using T = (\w+);", self.unit)[1].lower()
+        dtype = DTYPES[re.search(r"using T = (\w+);", self.unit)[1]]
         has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
         left, right = (
             x if flag == "true" else -1 for x, flag in zip((p.left, p.right), has, strict=True)
@@ -152,11 +163,23 @@ class FakeKernel:
             softmax_scale=p.scale / LOG2_E,
             window_size=(left, right),
             alignment="bottom_right" if p.bottom_right else "top_left",
+            **self.descales(p),
         )
         self.view(p, "o", dtype)[...] = out
         if p.lse:
             strides = _array.contiguous_strides(lse.shape)
             host_view(Array(p.lse, lse.shape, strides, "float32", -1, "", False, None))[...] = lse
+
+    def descales(self, p: Any) -> dict[str, np.ndarray]:
+        """What the operands are multiplied by."""
+        found = {}
+        for name in ("q_descale", "k_descale", "v_descale"):
+            pointer, *strides = getattr(p, name, (0, 0, 0))
+            if pointer:
+                shape = (p.batch, p.heads_k)
+                array = Array(pointer, shape, tuple(strides), "float32", -1, "fake", False, None)
+                found[name] = host_view(array)
+        return found
 
     def view(self, p: Any, x: str, dtype: str) -> np.ndarray:
         """The operand that the parameters describe."""
@@ -172,11 +195,13 @@ class FakeKernel:
     def mapped(self, p: ParamsSm90, x: str, dtype: str) -> np.ndarray:
         tensor = getattr(p, x)
         block_k = int(re.search(r"BLOCK_K = (\d+);", self.unit)[1])
-        assert list(tensor.box) == [64, {"q": 64, "o": 16}.get(x, block_k), 1, 1]
+        dtype = str(reference.output_dtype(_array.host_dtype(dtype))) if x == "o" else dtype
+        itemsize = ITEMSIZES[dtype]
+        assert list(tensor.box) == [128 // itemsize, {"q": 64, "o": 16}.get(x, block_k), 1, 1]
         assert (tensor.dtype, tensor.swizzle) == (_tensor_map.DTYPES[dtype], 3)
         length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
         assert list(tensor.shape[1:]) == [length, heads, p.batch]
-        row, head, batch = (stride // 2 for stride in tensor.strides)
+        row, head, batch = (stride // itemsize for stride in tensor.strides)
         if x == "o":
             assert tensor.shape[0] == p.head_dim_v
             assert tensor.pointer == p.out
@@ -243,6 +268,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(_jit, "compute_capability", lambda device: gpu.capability)
     monkeypatch.setattr(_jit, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(_driver, "function", {"cuTensorMapEncodeTiled": encode_tiled}.__getitem__)
+    monkeypatch.setattr(_tickets, "of", lambda function, device: lambda stream: TICKETS + stream)
     monkeypatch.setattr(_call, "device_guard", Guard)
     monkeypatch.setattr(_launch, "_functions", {})
     monkeypatch.setattr(Guard, "entered", [])

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import LOG2_E, FakeArray, FakeGpu, Guard, Params, ParamsSm90, install
+from fake_gpu import (
+    LOG2_E,
+    TICKETS,
+    FakeArray,
+    FakeGpu,
+    Guard,
+    Params,
+    ParamsSm90,
+    install,
+)
 
 import cupyflash
 from cupyflash import (
@@ -255,7 +264,8 @@ def test_every_field_of_params_of_sm90(hopper: FakeGpu, rng: np.random.Generator
         assert tensor.pointer == x.ctypes.data
         assert list(tensor.shape) == [x.shape[axis] for axis in (3, 1, 2, 0)]
         assert list(tensor.strides) == [x.strides[axis] for axis in (1, 2, 0)]
-    assert (p.out, p.lse, p.tickets) == (out.ctypes.data, None, None)
+    assert (p.out, p.lse) == (out.ctypes.data, None)
+    assert p.tickets == TICKETS + launch.stream
     assert not any(p.q_descale[:] + p.k_descale[:] + p.v_descale[:])
     assert (p.batch, p.len_q, p.len_k, p.heads_q, p.heads_k) == (2, 21, 33, 6, 2)
     assert p.head_dim_v == 16
@@ -290,6 +300,42 @@ def test_a_launch_of_sm90_computes_attention(
         np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
     assert len(hopper.launches) == 2
     assert len(hopper.compiled) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [None, (), (2,), (2, 1), (2, 2)], ids=str)
+def test_a_launch_of_sm90_computes_fp8(
+    dtype: str, shape: tuple[int, ...] | None, hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    arrays = draw(rng, dtype, q=(2, 21, 6, 32), k=(2, 33, 2, 32), v=(2, 33, 2, 16))
+    for kinds in ("kv", "qkv", "v"):
+        scales: dict[str, Any] = {}
+        if shape is not None:
+            scales = {
+                f"{x}_descale": np.asarray(0.5 + rng.random(shape, np.float32)) for x in kinds
+            }
+        placed = {name: FakeArray(x) for name, x in scales.items()}
+        for _ in range(2):
+            out, lse = attention(*arrays, causal=True, return_lse=True, **placed)
+            expected, sums = cupyflash.attention(
+                *arrays, causal=True, return_lse=True, kernel="reference", **scales
+            )
+            assert out.dtype == "bfloat16"
+            np.testing.assert_allclose(
+                out.astype(float), expected.astype(float), rtol=1e-2, atol=1e-3
+            )
+            np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
+    assert len(hopper.compiled) == 1
+
+
+def test_numbers_of_fp8_are_put_where_a_kernel_reads_them(
+    hopper: FakeGpu, rng: np.random.Generator
+) -> None:
+    arrays = draw(rng, "float8_e4m3fn", q=(2, 21, 6, 32), k=(2, 33, 2, 32), v=(2, 33, 2, 16))
+    for number in (0.5, 3):
+        out = attention(*arrays, q_descale=2.0, v_descale=number)
+        expected = cupyflash.attention(*arrays, q_descale=2.0, v_descale=number)
+        np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=1e-2, atol=1e-3)
 
 
 def test_maps_describe_any_order_of_dimensions(hopper: FakeGpu, rng: np.random.Generator) -> None:
