@@ -25,6 +25,7 @@ from cupyflash import (
     InvalidArgument,
     InvalidType,
     UnsupportedProblem,
+    _call,
     _forward_sm90,
     _launch,
 )
@@ -326,6 +327,33 @@ def test_a_launch_of_sm90_computes_fp8(
             )
             np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
     assert len(hopper.compiled) == 1
+
+
+def test_a_plan_of_fp8_is_of_its_descales(
+    hopper: FakeGpu, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = draw(rng, "float8_e4m3fn", q=(2, 21, 6, 32), k=(2, 33, 2, 32), v=(2, 33, 2, 16))
+    on_gpu = [FakeArray(x) for x in arrays]
+    described = []
+    describe = _call.describe
+    monkeypatch.setattr(
+        _call,
+        "describe",
+        lambda *args, **options: described.append(0) or describe(*args, **options),
+    )
+    scale, other = FakeArray(np.ones(2, np.float32)), FakeArray(np.full(2, 3, np.float32))
+    cold = cupyflash.attention(*on_gpu, v_descale=scale).host
+    scale.host[...] = 2
+    warm = cupyflash.attention(*on_gpu, v_descale=scale).host
+    assert len(described) == 1
+    assert np.array_equal(warm, 2 * cold)
+    for changed in (other, FakeArray(other.host[:1])):
+        out = cupyflash.attention(*on_gpu, v_descale=changed).host
+        np.testing.assert_allclose(out.astype(float), 3 * cold.astype(float), rtol=1e-2)
+    assert len(described) == 3
+    out = cupyflash.attention(*on_gpu, q_descale=scale, v_descale=scale).host
+    assert len(described) == 4
+    assert not np.array_equal(out, warm)
 
 
 def test_numbers_of_fp8_are_put_where_a_kernel_reads_them(
