@@ -2,6 +2,7 @@
 // accumulators is that of a warpgroup's.
 #pragma once
 #include "ptx/ldmatrix.cuh"
+#include "ptx/warp.cuh"
 #include "tile/warpgroup.cuh"
 
 template <class T, class Queries, class Keys, int D, int N>
@@ -20,4 +21,5 @@ DEVICE void rescore(Accumulator<N> &s, u32 q, u32 k, int warp, u32 lane) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) s.x[n / 2 + i] = d[i / 4][i % 4];
   }
+  ptx::warp_barrier();  // every lane has read what the warp may give back or overwrite
 }
