@@ -2,18 +2,18 @@
 
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 import pytest
 from emulated import needs_compiler
-from harness import same_bits
+from harness import HOPPER, same_bits
 from kits import KITS
 from strided import Layout, Strided
 
 import cupyflash
 from cupyflash import _accuracy
 
-HOPPER = "attention_fwd_sm90"
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 SEED = 2  # of the emulator
 Given = np.ndarray | Strided
@@ -50,7 +50,7 @@ class OnGpu:
     def __call__(self, *arrays: Given, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         placed = [x.device if isinstance(x, Strided) else self.kit.put(x) for x in arrays]
         given = {n: self.kit.put(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-        out, lse = cupyflash.attention(*placed, kernel=HOPPER, return_lse=True, **given)
+        out, lse = harness.attend(HOPPER, *placed, return_lse=True, **given)
         return self.kit.get(out), self.kit.get(lse)
 
 

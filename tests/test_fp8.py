@@ -256,6 +256,8 @@ def test_every_framework_has_fp8(kit: Kit, dtype: Any, scales: str) -> None:
         "both": {"q_descale": 0.5, "k_descale": EVERY["k_descale"][0]},
     }[scales]
     given = {name: kit.put(x) if isinstance(x, np.ndarray) else x for name, x in host.items()}
+    if not cupyflash.supports(*map(kit.put, arrays)):
+        pytest.skip("no kernel for fp8 on this GPU")
     for _ in range(2):
         out, lse = cupyflash.attention(*map(kit.put, arrays), return_lse=True, **given)
         assert type(out) is type(kit.put(arrays[0]))
