@@ -1,16 +1,23 @@
 """The emulator is held against faults planted in the real sources: it has to show every one."""
 
 from pathlib import Path
+from typing import Any
 
+import mutations
+import mutations_sm90
 import pytest
-from emulated import SEEDS, needs_compiler, run
-from mutations import ALL, PROBLEMS, WRONG, Mutation
+from emulated import SEEDS_OF, needs_compiler, run
+from harness import GPU_KERNEL, HOPPER
+from mutations import WRONG, Mutation
 
 import cupyflash
-from cupyflash import _accuracy, _jit, _tuning
+from cupyflash import _accuracy, _jit, _tuning, _tuning_sm90
 from cupyflash._emulator import build
 
 pytestmark = needs_compiler
+
+SUITES = {GPU_KERNEL: mutations, HOPPER: mutations_sm90}
+ALL = [(kernel, mutation) for kernel, suite in SUITES.items() for mutation in suite.ALL]
 
 
 def planted(mutation: Mutation, root: Path) -> Path:
@@ -25,12 +32,12 @@ def planted(mutation: Mutation, root: Path) -> Path:
     return root
 
 
-def reported(problem: str, seed: int) -> str:
+def reported(kernel: str, problem: str, seed: int) -> str:
     """Run a problem; return what the emulator or the oracle says about it, or nothing."""
-    case = PROBLEMS[problem]
+    case = SUITES[kernel].PROBLEMS[problem]
     q, k, v = case.arrays()
     try:
-        out, lse = run(q, k, v, seed=seed, **case.options)
+        out, lse = run(q, k, v, kernel=kernel, seed=seed, **case.options)
     except cupyflash.KernelFault as fault:
         return str(fault)
     verdict = _accuracy.verdict(out, lse, q.host, k.host, v.host, **case.options)
@@ -38,29 +45,49 @@ def reported(problem: str, seed: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def few_heads_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even small problems have more than one group of heads."""
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even small problems have more than one group of heads, and g++ be quick."""
+    build.runtime()  # as all tests have it, from their cache
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Og"))
     monkeypatch.setattr(_tuning, "heads_per_group", lambda *sizes: 3)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_without_a_fault_nothing_is_reported(problem: str) -> None:
-    assert [reported(problem, seed) for seed in SEEDS] == ["" for _ in SEEDS]
+def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
+    """Let a problem have tiles of its own where its suite says so."""
+    if kernel == HOPPER and (tiles := mutations_sm90.TILES.get(problem)):
+        monkeypatch.setattr(_tuning_sm90, "HALF", {(64, 64): tiles})
 
 
-@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
-def test_a_fault_is_reported(
-    mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kernel", "problem"),
+    [(kernel, problem) for kernel, suite in SUITES.items() for problem in suite.PROBLEMS],
+)
+def test_without_a_fault_nothing_is_reported(
+    kernel: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build.runtime()  # from the cache of all tests
+    divide(monkeypatch, kernel, problem)
+    seeds = SEEDS_OF[kernel]
+    assert [reported(kernel, problem, seed) for seed in seeds] == ["" for _ in seeds]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mutation"),
+    ALL,
+    ids=lambda value: value.name if isinstance(value, Mutation) else value.rpartition("_")[2],
+)
+def test_a_fault_is_reported(
+    kernel: str, mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divide(monkeypatch, kernel, mutation.problem)
     sources = planted(mutation, tmp_path / "cuda")
     monkeypatch.setenv("CUPYFLASH_CUDA_DIR", str(sources))
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    reports = (reported(mutation.problem, seed) for seed in SEEDS)
+    reports = (reported(kernel, mutation.problem, seed) for seed in SEEDS_OF[kernel])
     first = next(filter(None, reports), "nothing, whatever the seed")
     assert mutation.report in first
 
 
-def test_mutations_have_names_of_their_own() -> None:
-    assert len({mutation.name for mutation in ALL}) == len(ALL)
-    assert {mutation.problem for mutation in ALL} == set(PROBLEMS)
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_mutations_have_names_of_their_own(suite: Any) -> None:
+    assert len({mutation.name for mutation in suite.ALL}) == len(suite.ALL)
+    assert {mutation.problem for mutation in suite.ALL} == set(suite.PROBLEMS)
