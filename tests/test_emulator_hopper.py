@@ -161,7 +161,7 @@ MUTANTS = {
     ),
     "a store begins inside a chunk": (
         "tma_store_4d(p.out, staged, 0,", "tma_store_4d(p.out, staged, -6,",
-        "TMA store: the box begins -24 bytes into a row: not a multiple of 16, which the hardware",
+        "TMA store: the box begins -24 bytes into a row: not a multiple of 16, in which hardware",
     ),
     "a sum begins inside a chunk": (
         "tma_store_4d(p.out, staged, 0,", "tma_reduce_add_4d(p.out, staged, 3,",

@@ -1,6 +1,6 @@
 // Copies of boxes of tensors by the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"; CUDA Driver API,
 // "cuTensorMapEncodeTiled"). One thread issues a copy. Elements outside the tensor are read as zeros and not written. A
-// load may start at any element; a store or reduction must start at a multiple of 16 bytes of a row, else it hangs.
+// box starts at a multiple of 16 bytes of a row: hardware hangs at any other.
 #pragma once
 #include "device.cuh"
 

@@ -80,7 +80,7 @@ def columns_of(dtype: np.dtype, swizzle: int) -> int:
     return (swizzle or 80) // dtype.itemsize
 
 
-def corners(columns: int, total: int, step: int = 1) -> np.ndarray:
+def corners(columns: int, total: int, step: int) -> np.ndarray:
     """Return coordinates of boxes inside, across each edge, and outside of the tensor.
 
     Columns are multiples of `step`.
@@ -145,7 +145,7 @@ def test_a_load_reads_its_box_and_zeros_beyond(
 ) -> None:
     columns = columns_of(dtype, swizzle)
     array = distinct(dtype, total := columns + 32 // dtype.itemsize)
-    at = corners(columns, total)
+    at = corners(columns, total, 16 // dtype.itemsize)
     size = columns * dtype.itemsize * int(np.prod(BOX))
     (got,) = machine.run(
         LOAD, Tensor(array, (columns, *BOX), swizzle), at, Out.empty((len(at), size), np.uint8),

@@ -39,6 +39,9 @@ const TensorMap &checked(const void *map, const char *name, Loc loc) {
 Transfer box(const TensorMap &map, const char *name, uint32_t shared, const int (&at)[4], Loc loc) {
   if (map.rank != 4) fail(loc, "%s: the tensor map has %d dimensions", name, map.rank);
   const int64_t item = ITEM_BYTES[map.dtype], size = static_cast<int64_t>(map.size[0]) * item, begin = at[0] * item;
+  if (begin % Chunk::BYTES)
+    fail(loc, "%s: the box begins %lld bytes into a row: not a multiple of 16, in which hardware hangs", name,
+         static_cast<long long>(begin));
   const uint32_t row_bytes = map.box[0] * static_cast<uint32_t>(item);
   const uint32_t rows = map.box[1] * map.box[2] * map.box[3];
   if (map.swizzle && row_bytes != SPANS[map.swizzle])
@@ -69,15 +72,6 @@ Transfer box(const TensorMap &map, const char *name, uint32_t shared, const int 
   return transfer;
 }
 
-// A box that is written. Hardware hangs where it begins between two chunks of a row; a load may begin anywhere.
-Transfer written_box(const TensorMap &map, const char *name, uint32_t shared, const int (&at)[4], Loc loc) {
-  const int64_t begin = int64_t{at[0]} * ITEM_BYTES[map.dtype];
-  if (begin % Chunk::BYTES)
-    fail(loc, "%s: the box begins %lld bytes into a row: not a multiple of 16, which the hardware does not bear", name,
-         static_cast<long long>(begin));
-  return box(map, name, shared, at, loc);
-}
-
 }  // namespace
 
 void tensor_prefetch(const void *map, Loc loc) { checked(map, "prefetch.tensormap", loc); }
@@ -89,7 +83,7 @@ void tensor_load(uint32_t shared, const void *map, uint32_t barrier, const int (
 
 void tensor_store(const void *map, uint32_t shared, const int (&at)[4], Loc loc) {
   constexpr const char *NAME = "TMA store";
-  issue_store(written_box(checked(map, NAME, loc), NAME, shared, at, loc), Sum::NONE);
+  issue_store(box(checked(map, NAME, loc), NAME, shared, at, loc), Sum::NONE);
 }
 
 void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc loc) {
@@ -98,9 +92,9 @@ void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc
   const int dtype = tensor.dtype;
   if (dtype != FLOAT32 && dtype != FLOAT16 && dtype != BFLOAT16)
     fail(loc, "%s: sums of data type %d are not modelled", NAME, dtype);
-  issue_store(written_box(tensor, NAME, shared, at, loc), dtype == FLOAT32   ? Sum::F32
-                                                          : dtype == FLOAT16 ? Sum::F16
-                                                                             : Sum::BF16);
+  issue_store(box(tensor, NAME, shared, at, loc), dtype == FLOAT32   ? Sum::F32
+                                                  : dtype == FLOAT16 ? Sum::F16
+                                                                     : Sum::BF16);
 }
 
 }  // namespace emu
