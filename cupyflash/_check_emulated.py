@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from . import _check, _emulator, _kernels
+from . import _check, _emulator, _forward_sm90, _kernels, _tuning_sm90
 from ._array import ITEMSIZES
 from ._bench.case import Case
 from .errors import InvalidArgument
@@ -19,7 +19,7 @@ COLUMNS = {  # what is shown of an `Outcome.moved`
     "tiles_loaded": "tiles loaded",
     "tiles_skipped": "tiles skipped by the mask",
     "global_read_bytes": "bytes read",
-    "mma": "matrix products",
+    "products": "matrix products",
 }
 
 
@@ -51,29 +51,35 @@ def measure(case: Case, inputs: _check.Inputs, kernel: str) -> dict[str, Any]:
     with _emulator.session(SEED, ARCH) as session:
         fields = _check.judge(inputs, *(host(x) for x in call()))
     stats = session.stats.get(kernel, _emulator.Stats())
-    return fields | {"moved": tiles(case, kernel, stats) | dataclasses.asdict(stats)}
+    counters = dataclasses.asdict(stats) | {"products": stats.mma + stats.wgmma}
+    return fields | {"moved": tiles(case, kernel, stats) | counters}
 
 
 def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | None]:
     """Return how many tiles of keys (each with its values) were loaded, and how many were skipped.
 
     A tile is loaded whole, zeros past the ends of the arrays included. What goes by plain loads
-    (elements of an odd alignment) is not counted, and the blocks of a persistent kernel are not its
-    tiles of queries: then the numbers are None.
+    (elements of an odd alignment) is not counted: then the numbers are None.
     """
-    problem, operands, *_ = case.request(ARCH)
+    problem, *_ = case.request(ARCH)
     row = next(row for row in _kernels.KERNELS if row.name == kernel)
     assert row.config is not None
-    assert row.launch is not None
-    if row.launch(problem, operands).persistent:
-        return {"tiles_loaded": None, "tiles_skipped": None}
-    config, itemsize = row.config(problem), ITEMSIZES[problem.dtype]
-    queries = stats.blocks * config.block_q * config.head_dim * itemsize
+    config = row.config(problem)
+    sizes = [ITEMSIZES[problem.dtype] * dim for dim in (config.head_dim, config.head_dim_v)]
+    if kernel == _forward_sm90.NAME:
+        sizes = [_tuning_sm90.row_bytes(size) for size in sizes]
+    heads, ends = problem.batch * problem.heads_q, problem.len_q
+    walks = [
+        problem.band.keys(q, min(q + config.block_q, ends), ends, problem.len_k)
+        for q in range(0, ends, config.block_q)
+    ]
+    # The generic kernel loads the queries of every tile, the Hopper kernel those that see a key.
+    asked = sum(kernel != _forward_sm90.NAME or begin < end for begin, end in walks)
+    queries = heads * asked * config.block_q * sizes[0]
     if stats.tiles_loaded_bytes < queries:
         return {"tiles_loaded": None, "tiles_skipped": None}
-    one = config.block_k * (config.head_dim + config.head_dim_v) * itemsize
-    loaded = (stats.tiles_loaded_bytes - queries) // one
-    every = stats.blocks * -(-problem.len_k // config.block_k)
+    loaded = (stats.tiles_loaded_bytes - queries) // (config.block_k * sum(sizes))
+    every = heads * len(walks) * -(-problem.len_k // config.block_k)
     return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}
 
 

@@ -6,7 +6,7 @@ from ._array import ITEMSIZES
 
 __all__ = [
     "EIGHT", "HALF", "HEAD_DIMS", "SHORT", "ForwardSm90", "Tiles", "forward_sm90",
-    "head_dim_classes",
+    "head_dim_classes", "row_bytes",
 ]  # fmt: skip
 
 # Classes of head dims: an array's own is padded to the next of these by the zeros that TMA reads
@@ -115,19 +115,19 @@ def head_dim_classes(dtype: str, head_dim: int, head_dim_v: int) -> tuple[int, i
 def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> int:
     """Return ``sizeof(Shared)`` of attention_fwd_sm90."""
     itemsize = ITEMSIZES[dtype]
-    row_k, row_v = _row(itemsize * head_dim), _row(itemsize * head_dim_v)
+    row_k, row_v = row_bytes(itemsize * head_dim), row_bytes(itemsize * head_dim_v)
     q = tiles.q_buffers * 64 * tiles.consumers * row_k
     k, v = tiles.k_stages * tiles.block_k * row_k, tiles.block_k * row_v
     if itemsize > 1:
         return q + k + tiles.v_stages * v + 1024  # the barriers, padded to a panel's alignment
-    transposed = head_dim_v * _row(tiles.block_k)
+    transposed = head_dim_v * row_bytes(tiles.block_k)
     landing = tiles.landings * v + 1024
     threads = 128 * tiles.consumers if tiles.parking else 0
     parked = threads * (2 * head_dim_v + 8)
     return q + k + tiles.v_stages * transposed + landing + parked + 1024
 
 
-def _row(size: int) -> int:
+def row_bytes(size: int) -> int:
     """Return the bytes of a tile's row of so many, in whole panels."""
     return -(-size // PANEL) * PANEL
 

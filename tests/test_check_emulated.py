@@ -55,6 +55,19 @@ def test_what_the_kernels_moved_is_counted() -> None:
 
 
 @needs_compiler
+def test_what_the_hopper_kernel_moved_is_counted() -> None:
+    done = run("--json", kernel="attention_fwd_sm90")
+    assert done.exit_code == 0, done.output
+    full, causal, *others = json.loads(done.stdout)["outcomes"]
+    assert [o["status"] for o in others] == ["unsupported"] * 2
+    # Tiles of 192 queries; of 128 keys, and 64 under a mask: a head has one and two of queries.
+    assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (2 * 2, 0)
+    assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (3 + 4, 1)
+    assert causal["moved"]["global_read_bytes"] == (256 + 2 * (192 + 256)) * 64 * 2
+    assert full["moved"]["products"] == full["moved"]["wgmma"] > 0
+
+
+@needs_compiler
 def test_the_table_shows_tiles_bytes_and_products() -> None:
     done = run()
     assert done.exit_code == 0, done.output
