@@ -84,9 +84,9 @@ HALF: Table = {
 }
 
 # 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
-# Without parking the outputs of rows of 8192 and 65536 keys are 14 % and 51 % too small, in
-# FlashAttention-3 as here; with it 1.4 %, whatever the length, at eight key blocks, half of that at
-# four. Head dim 256 leaves no room for it.
+# Without parking rows of 8192 and 65536 keys come out 14 % and 51 % too small where V has one sign,
+# in FlashAttention-3 as here; with it 0.6 % at head dim 64 and 0.4 % at 128, whatever the length.
+# Head dim 256 leaves no room for it. TFLOP/s at S 8192 full, as above.
 EIGHT: Table = {
     (64, 64): Tiles(128, 3, 4, 3, 1, turns=True, landings=3, parking=4),  # 514 (no turns 490)
     (128, 128): Tiles(96, 3, 3, 2, 1, landings=2, parking=4),  # 2 consumers: 160 keys 681, 128 649
