@@ -227,7 +227,7 @@ MEMORY = (
         "causal", "a store of 4 bytes at lse +"),
     Mutation("zeros are stored past the last row", CONSUMER,
         "end = min(begin + 16, p.len_q);", "end = begin + 16;",
-        "rows past the keys", "a store of 4 bytes at lse +"),
+        "rows past the keys", "roles/forward_consumer_sm90.cuh:"),
     Mutation("O is stored one row too far", CONSUMER,
         "panel * Staged::WIDTH, row, at.head", "panel * Staged::WIDTH, row + 1, at.head",
         "causal", WRONG),
