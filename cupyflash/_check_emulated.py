@@ -85,7 +85,10 @@ def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | No
 
 def report(outcomes: list[_check.Outcome]) -> Table:
     """Return the outcomes as a table for a terminal."""
-    lines = Table("check", "case", "kernel", title="kernels on the emulator against the oracle")
+    lines = Table("check", "case", title="kernels on the emulator against the oracle")
+    lines.add_column(
+        "kernel", no_wrap=True, min_width=max((len(o.kernel) for o in outcomes), default=0)
+    )
     for name in ("max error", "of bound", *COLUMNS.values(), "result"):
         lines.add_column(name, justify="left" if name == "result" else "right")
     for o in outcomes:

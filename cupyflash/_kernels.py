@@ -241,8 +241,8 @@ FORWARD_SM90 = Kernel(
     op="forward",
     arch=range(90, 91),
     needs=(
-        f"{', '.join(_forward_sm90.DTYPES)}; head dims <= {MAX_HEAD_DIM}; causal and windows; "
-        "memory that TMA can address"
+        f"{', '.join(_forward_sm90.DTYPES)}; head dims <= {MAX_HEAD_DIM} of one class, rows of "
+        "whole 16 bytes; causal and windows; keys; memory that TMA can address"
     ),
     unsupported=_forward_sm90.refusal,
     config=_forward_sm90.config,

@@ -349,12 +349,12 @@ def _width(operands: Mapping[str, Array], arch: int | None) -> int:
     width = 16
     for name in ("q", "k", "v", "out"):
         array, itemsize = operands[name], ITEMSIZES[operands[name].dtype]
-        width = math.gcd(width, array.pointer)
-        if width < itemsize and arch is not None:
+        if array.pointer % itemsize and arch is not None:
             raise InvalidArgument(
                 f"`{name}` starts at address {array.pointer:#x}, which is no multiple of the "
                 f"{itemsize} bytes of its dtype: pass an aligned array"
             )
+        width = math.gcd(width, array.pointer)
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             width = math.gcd(width, stride * itemsize if size > 1 else 0)
     return width

@@ -278,3 +278,13 @@ def test_jax_traces_and_maps_descales() -> None:
         shared = jax.vmap(attend, (0, 0, 0, None))(*items[:3], scale[0, 0])
         single = cupyflash.attention(*arrays, v_descale=scale[:1, :1], k_descale=0.5)
         assert np.array_equal(np.asarray(shared)[:, 0], single)
+
+
+@pytest.mark.parametrize("dim", [31, 33, 257])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_rows_of_odd_bytes_are_refused_with_reasons(dtype: str, dim: int) -> None:
+    """A stride of one array is no misaligned address of another."""
+    sizes = {"batch": 1, "len_q": 40, "len_k": 40, "heads_q": 2, "heads_k": 2}
+    answer = cupyflash.explain(**sizes, head_dim=dim, head_dim_v=dim, dtype=dtype, arch=90)
+    assert answer.kernel is None
+    assert "needs head_dim from 16 to 256" in answer.rejected["attention_fwd_sm90"]
