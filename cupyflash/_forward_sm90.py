@@ -62,7 +62,9 @@ def _refuse_dims(problem: Problem) -> str | None:
 
 def _refuse_memory(problem: Problem) -> str | None:
     """Return why no tensor maps describe the arrays, or None."""
-    if problem.len_k == 0 and not problem.empty:
+    if problem.empty:
+        return None
+    if problem.len_k == 0:
         return "needs keys, got len_k 0"
     if problem.width < UNIT:
         return (

@@ -288,3 +288,10 @@ def test_rows_of_odd_bytes_are_refused_with_reasons(dtype: str, dim: int) -> Non
     answer = cupyflash.explain(**sizes, head_dim=dim, head_dim_v=dim, dtype=dtype, arch=90)
     assert answer.kernel is None
     assert "needs head_dim from 16 to 256" in answer.rejected["attention_fwd_sm90"]
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 2, 64), (0, 5, 2, 64), (2, 5, 0, 64)])
+def test_empty_calls_are_supported(shape: tuple[int, ...]) -> None:
+    names = ("batch", "len_q", "heads_q", "head_dim")
+    sizes = dict(zip(names, shape, strict=True)) | {"len_k": 5, "heads_k": min(shape[2], 2)}
+    assert cupyflash.supports(**sizes, dtype="float8_e4m3fn", arch=90)
