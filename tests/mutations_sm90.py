@@ -218,7 +218,7 @@ MEMORY = (
         "ptx::shared<forward::Shared>()", "ptx::shared<forward::Shared[2]>()[0]",
         "causal", "bytes of shared memory, and the launch gave"),
     Mutation("rows are stored past the last", OUTPUT,
-        "row < count && column", "column", "unequal head dims", "a store of 16 bytes at "),
+        "row < count && column", "column", "unequal head dims", "tile/output.cuh:"),
     Mutation("columns are stored past the last", OUTPUT,
         "row < count && column < columns", "row < count", "unequal head dims",
         "a store of 16 bytes at out +"),
