@@ -293,7 +293,7 @@ ARITHMETIC = (
         "o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });", "",
         "causal", WRONG),
     Mutation("O is not normalised", CONSUMER,
-        "value *= inverse[r] * scale_v;", "value *= scale_v;", "causal", WRONG),
+        "value = value * inverse[r] * scale_v;", "value = value * scale_v;", "causal", WRONG),
     Mutation("l is not rescaled", SOFTMAX,
         "      l[r] *= shrink[r];\n      fused", "      fused", "causal", WRONG),
     Mutation("guessed weights may overflow", SOFTMAX,

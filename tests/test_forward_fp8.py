@@ -195,3 +195,43 @@ def test_long_rows(dtype: str, dim: int) -> None:
     arrays = draw(dtype, (500, 8192, dim, dim), 1, 2, 1)
     for causal in (False, True):
         check(attend, *arrays, causal=causal)
+
+
+def test_many_keys_of_one_score(attend: Any) -> None:
+    """Equal weights are rounded alike: at the maximum they are powers of 2, and not rounded."""
+    q, k, v = draw("float8_e4m3fn", (1, 129, 64, 64), 1, 1, 1)
+    q[...], k[...], v[...] = 1, 0, 1.125
+    k[0, :128, 0, 0] = 0.375
+    out, _ = attend(q, k, v, softmax_scale=1.0)
+    assert (out == np.float32(1.125)).all()
+
+
+def numbers(x: float) -> np.ndarray:
+    return np.full((1, 1), x, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("scale", "q_descale", "k_descale"),
+    [(1e20, 1e19, 1e-37), (1e-20, 1e-19, 1e37), (1.0, 1e20, 1e20), (-1.0, 1e20, 1e20)],
+)
+def test_products_of_scales(scale: float, q_descale: float, k_descale: float, attend: Any) -> None:
+    """What overflows or vanishes on the way to a product is not lost, nor are scores of 0."""
+    q, k, v = draw("float8_e4m3fn", (1, 50, 64, 64), 1, 1, 1)
+    if abs(scale) == 1.0:
+        q[...] = 0
+    check(
+        attend, q, k, v, softmax_scale=scale,
+        q_descale=numbers(q_descale), k_descale=numbers(k_descale),
+    )  # fmt: skip
+
+
+def test_a_small_descale_of_v(attend: Any) -> None:
+    q, k, v = draw("float8_e4m3fn", (1, 300, 64, 64), 1, 1, 1)
+    check(attend, q, k, v, v_descale=numbers(1e-35))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_of_all_sizes(dtype: str, attend: Any) -> None:
+    q, k, v = draw(dtype, (200, 300, 64, 64), 1, 2, 1)
+    sizes = np.logspace(-3, 1, 200, dtype=np.float32)[:, None, None]
+    check(attend, (q.astype(np.float32) * sizes).astype(dtype), k, v, causal=True)

@@ -207,7 +207,7 @@ struct Consumer {
     const u32 lane = ptx::lane();
     const int row = at.row + group * 64 + warp * 16;
     const float scale_v = FP8 ? at.scale_v : 1.0f;
-    o.each([&](float &value, int r, int) { value *= inverse[r] * scale_v; });
+    o.each([&](float &value, int r, int) { value = value * inverse[r] * scale_v; });
     if constexpr (STAGED) {
       using Staged = Panels<Element, 64, HEAD_DIM_V>;
       const u32 tile = q_tile(slot);

@@ -72,11 +72,17 @@ struct Producer {
     }
   }
 
-  // What the scores and O of a tile are multiplied by.
+  // What the scores and O of a tile are multiplied by. A product of finite numbers stays finite, so that scores of 0
+  // do.
   DEVICE void describe(Tile &tile, int head_k) const {
     if constexpr (FP8) {
       const auto factor = [&](const Descale &d) { return d.x ? d.x[tile.batch * d.batch + head_k * d.head] : 1.0f; };
-      tile.scale = p.scale * factor(p.q_descale) * factor(p.k_descale);
+      const float q = factor(p.q_descale), k = factor(p.k_descale);
+      const double product = static_cast<double>(p.scale) * q * k;
+      const bool finite = fabsf(q) <= LARGEST && fabsf(k) <= LARGEST;
+      tile.scale = finite && product > LARGEST    ? LARGEST
+                   : finite && product < -LARGEST ? -LARGEST
+                                                  : static_cast<float>(product);
       tile.scale_v = factor(p.v_descale);
     }
   }

@@ -3,8 +3,6 @@
 #pragma once
 #include "tile/smem.cuh"
 
-constexpr float LARGEST = 3.40282347e38f;  // finite fp32
-
 template <int M, int N>
 struct Fragment {
   static constexpr int ROWS = M / 8;  // rows of which this thread owns a part

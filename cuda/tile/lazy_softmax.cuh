@@ -19,13 +19,10 @@ constexpr float LIMIT = 65536.0f;
 template <>
 constexpr float LIMIT<Float16> = 8192.0f;
 
-// The weight of a score at the reference is 2^OFFSET: 8-bit floats have more room above 1 than they need, and less
-// below. A score that is met may lie SLACK powers of 2 above the reference before that is moved: at 2^8.8, while e4m3
-// ends at 448.
+// The weight of a score at the reference is 2^OFFSET: 8-bit floats have room above 1, and less below than they need.
+// They have none for a guess, and a reference that is the maximum gives the largest weights exactly.
 template <class T>
 constexpr float OFFSET = sizeof(typename T::Storage) == 1 ? 8.0f : 0.0f;
-template <class T>
-constexpr float SLACK = sizeof(typename T::Storage) == 1 ? 0.8f : 0.0f;
 
 template <class T>
 struct LazySoftmax {
@@ -54,7 +51,7 @@ struct LazySoftmax {
       top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
       top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 2));
       const float before = m[r];
-      m[r] = before == -INFINITE || (top[r] - before) * c > SLACK<T> ? top[r] : before;
+      m[r] = before == -INFINITE || (top[r] - before) * c > 0.0f ? top[r] : before;
       base[r] = m[r] == -INFINITE ? 0.0f : m[r];  // -inf minus -inf would be NaN
       shrink[r] = before == m[r] ? 1.0f : ptx::ex2((before - m[r]) * c);
       l[r] *= shrink[r];

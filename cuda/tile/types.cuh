@@ -5,6 +5,8 @@
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 
+constexpr float LARGEST = 3.40282347e38f;  // finite fp32
+
 struct Bfloat16 {
   using Storage = u16;  // as it lies in global memory
   using Output = Bfloat16;
