@@ -119,6 +119,7 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
     """Return the bytes of Params, with room for the tensor maps; tiles are taken in turn."""
     if problem.empty:
         return bytes(PARAMS_BYTES)  # no block reads them
+    group = heads_per_group(problem) if _bounded(problem) else 1  # tiles of one length: no order
     params = (
         bytes(MAPS_BYTES)
         + OUTPUTS.pack(operands.out.pointer, lse, 0)
@@ -133,9 +134,7 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
             problem.heads_q,
             problem.heads_k,
             problem.head_dim_v,
-            heads_per_group(problem)
-            if _bounded(problem)
-            else 1,  # tiles of one length need no order
+            group,
             problem.scale * LOG2_E,
         )
         + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))

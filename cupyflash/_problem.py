@@ -85,9 +85,7 @@ class Problem:
     modifiers: tuple[str, ...] = ()
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
     width: int = 16  # bytes that one access to q, k, v and out may have
-    odd_stride: int | None = (
-        None  # of q, k, v or out, in bytes, if one is no stride of a tensor map
-    )
+    odd_stride: int | None = None  # one of q, k, v or out, in bytes, that no tensor map holds
     op: str = "forward"
 
     @property

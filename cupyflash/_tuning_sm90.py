@@ -1,5 +1,6 @@
 """Tile table of attention_fwd_sm90, and the measurements that chose its sizes."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from ._array import ITEMSIZES
@@ -165,14 +166,7 @@ def forward_sm90(
         mask=mask,
         head_dim=dims[0],
         head_dim_v=dims[1],
-        block_k=tiles.block_k,
-        consumers=tiles.consumers,
-        k_stages=tiles.k_stages,
-        v_stages=tiles.v_stages,
-        q_buffers=tiles.q_buffers,
-        turns=tiles.turns,
-        landings=tiles.landings,
-        parking=tiles.parking,
+        **dataclasses.asdict(tiles),
         params_bytes=params_bytes,
         smem_bytes=shared_bytes(dtype, *dims, tiles),
     )

@@ -123,10 +123,8 @@ SYNCHRONISATION = (
         "    ptx::wgmma_wait<0>();\n    release_v();\n    follow",
         "    ptx::wgmma_wait<1>();\n    release_v();\n    follow", "causal", OWNED),
     Mutation("the product of S is not committed", CONSUMER,
-        "    issue_qk(slot);\n    ptx::wgmma_commit();\n    issue_pv();\n    ptx::wgmma_commit();\n"
-        "    hand_over();\n    ptx::wgmma_wait<1>();\n    scale",
-        "    issue_qk(slot);\n    issue_pv();\n    ptx::wgmma_commit();\n"
-        "    hand_over();\n    ptx::wgmma_wait<1>();\n    scale", "negative scale", OWNED),
+        "    issue_qk(slot);\n    ptx::wgmma_commit();\n    issue_pv();\n",
+        "    issue_qk(slot);\n    issue_pv();\n", "negative scale", OWNED),
     Mutation("the last product of a tile is not committed", CONSUMER,
         "      issue_pv();\n      ptx::wgmma_commit();\n    }", "      issue_pv();\n    }",
         "causal", OWNED),
@@ -256,7 +254,8 @@ LAYOUT = (
         "advance(step)), step > 0);", "advance(step)), true);", "full", WRONG),
     Mutation("every product of S begins anew", GROUP,
         "advance(step)), step > 0);", "advance(step)), false);", "full", WRONG),
-    Mutation("every block begins O anew", GROUP, "step > 0 || keep", "step > 0", "full", WRONG),
+    Mutation("every block begins O anew", GROUP,
+        "advance(step)), true)", "advance(step)), step > 0)", "full", WRONG),
     Mutation("a lane's columns of an accumulator are another's", GROUP,
         "index + static_cast<int>(lane % 4 * 2)", "index + static_cast<int>(lane % 4)",
         "causal", WRONG),

@@ -17,16 +17,14 @@ namespace forward {
 
 // The warpgroups share the registers of an SM as their roles need them.
 template <int CONSUMERS>
-struct Registers {
+struct Registers;
+template <>
+struct Registers<2> {
   static constexpr int PRODUCER = FP8 ? 40 : 24, CONSUMER = FP8 ? 232 : 240;
 };
 template <>
 struct Registers<3> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
-};
-template <>
-struct Registers<4> {
-  static constexpr int PRODUCER = 32, CONSUMER = 112;
 };
 
 DEVICE void attend(const Params &p, Shared &shared) {

@@ -116,7 +116,17 @@ struct Consumer {
   }
   DEVICE void issue_pv() {
     v.wait_full(shared.v_ring);
-    gemm_pv<T, Values>(o, weights, v_tile(), true);
+    gemm_pv<T, Values>(o, weights, v_tile());
+  }
+
+  // Issues both, each in a group of its own, as this group's turn.
+  DEVICE void issue_both(u32 slot) {
+    await_turn();
+    issue_qk(slot);
+    ptx::wgmma_commit();
+    issue_pv();
+    ptx::wgmma_commit();
+    hand_over();
   }
 
   // When the product of the block before `key` has ended: O as the weights now are, parked now and then.
@@ -136,12 +146,7 @@ struct Consumer {
   DEVICE void change(bool ends, const Tile &before, u32 slot_before, bool begins, const Tile &here, const Mask &mask,
                      int row, u32 slot, int key, bool only) {
     if (ends && begins) {
-      await_turn();
-      issue_qk(slot);
-      ptx::wgmma_commit();
-      issue_pv();
-      ptx::wgmma_commit();
-      hand_over();
+      issue_both(slot);
       ptx::wgmma_wait<1>();
     } else if (begins) {
       await_turn();
@@ -179,12 +184,7 @@ struct Consumer {
   // Another key block, while the weights of the one before are multiplied.
   template <bool MASKED>
   DEVICE void step(const Mask &mask, int row, u32 slot, int key, bool final) {
-    await_turn();
-    issue_qk(slot);
-    ptx::wgmma_commit();
-    issue_pv();
-    ptx::wgmma_commit();
-    hand_over();
+    issue_both(slot);
     ptx::wgmma_wait<1>();
     scale_scores();
     if constexpr (MASKED || FP8) {  // 8-bit weights have no room for a guess

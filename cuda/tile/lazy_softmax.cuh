@@ -11,8 +11,6 @@
 #include "ptx/warp.cuh"
 #include "tile/warpgroup.cuh"
 
-constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
-
 // What the sums of a guess may reach: of fp32's range O needs the rest for its values, fp16 weights have less.
 template <class T>
 constexpr float LIMIT = 65536.0f;

@@ -5,6 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 
+constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000u);
 constexpr float LARGEST = 3.40282347e38f;  // finite fp32
 
 struct Bfloat16 {
