@@ -160,12 +160,26 @@ MUTANTS = {
         "tma_load_4d(tile[i % 2]", "tma_load_4d(tile[i % 2] + 8192", "which has 8192 bytes",
     ),
     "a store begins inside a chunk": (
-        "tma_store_4d(p.out, staged, 0,", "tma_store_4d(p.out, staged, -6,",
-        "TMA store: the box begins -24 bytes into a row: not a multiple of 16, in which hardware",
+        "tma_store_4d(p.out, staged, 0,", "tma_store_4d(p.out, staged, 6,",
+        "TMA store: the box begins 24 bytes into a row: not a multiple of 16, in which hardware",
     ),
     "a sum begins inside a chunk": (
         "tma_store_4d(p.out, staged, 0,", "tma_reduce_add_4d(p.out, staged, 3,",
         "TMA reduction: the box begins 12 bytes into a row: not a multiple of 16",
+    ),
+    "a load begins inside a chunk": (
+        "full[i % 2], 0, 8", "full[i % 2], -6, 8",
+        "TMA load: the box begins -24 bytes into a row: not a multiple of 16, in which hardware",
+    ),
+    **{
+        f"a store begins before dimension {d}": (
+            "tma_store_4d(p.out, staged, 0, 8 * i, 0, 0)", f"tma_store_4d(p.out, staged, {at})",
+            f"TMA store: the box begins at -[14] of dimension {d}: negative, in which hardware",
+        ) for d, at in enumerate(("-4, 0, 0, 0", "0, -1, 0, 0", "0, 0, -1, 0", "0, 0, 0, -1"))
+    },
+    "a sum begins before its tensor": (
+        "tma_store_4d(p.out, staged, 0, 8 * i,", "tma_reduce_add_4d(p.out, staged, 0, 8 * i - 8,",
+        "TMA reduction: the box begins at -8 of dimension 1: negative, in which hardware hangs",
     ),
     "a map is none": (
         "p.in, full", "*reinterpret_cast<const ptx::TensorMap *>(p.x), full", "no tensor map",

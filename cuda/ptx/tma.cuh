@@ -1,6 +1,7 @@
 // Copies of boxes of tensors by the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"; CUDA Driver API,
 // "cuTensorMapEncodeTiled"). One thread issues a copy. Elements outside the tensor are read as zeros and not written. A
-// box starts at a multiple of 16 bytes of a row: hardware hangs at any other.
+// box starts at a multiple of 16 bytes of a row; that of a store or a sum at no negative coordinate, which a load's may
+// have (CUDA Programming Guide, "Tensor Memory Access"). An H200 hangs at any other.
 #pragma once
 #include "device.cuh"
 

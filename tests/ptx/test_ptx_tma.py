@@ -164,8 +164,8 @@ def test_a_store_writes_what_is_inside(
 ) -> None:
     columns = columns_of(dtype, swizzle)
     total = columns + 32 // dtype.itemsize
-    # A GPU hangs in a store that starts elsewhere.
     at = corners(columns, total, 16 // dtype.itemsize)
+    at = np.unique(np.maximum(at, 0), axis=0)  # a store at a negative coordinate hangs
     before = integers(rng, (BATCH, LENGTH, HEADS, total), dtype)
     boxes = integers(rng, (len(at), *BOX[::-1], columns), dtype)
     expected = before.astype(np.float32)

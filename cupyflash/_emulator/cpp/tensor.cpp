@@ -72,6 +72,13 @@ Transfer box(const TensorMap &map, const char *name, uint32_t shared, const int 
   return transfer;
 }
 
+// Negative coordinates are for loads only.
+void require_no_negative(const char *name, const int (&at)[4], Loc loc) {
+  for (int d = 0; d < 4; ++d)
+    if (at[d] < 0)
+      fail(loc, "%s: the box begins at %d of dimension %d: negative, in which hardware hangs", name, at[d], d);
+}
+
 }  // namespace
 
 void tensor_prefetch(const void *map, Loc loc) { checked(map, "prefetch.tensormap", loc); }
@@ -83,6 +90,7 @@ void tensor_load(uint32_t shared, const void *map, uint32_t barrier, const int (
 
 void tensor_store(const void *map, uint32_t shared, const int (&at)[4], Loc loc) {
   constexpr const char *NAME = "TMA store";
+  require_no_negative(NAME, at, loc);
   issue_store(box(checked(map, NAME, loc), NAME, shared, at, loc), Sum::NONE);
 }
 
@@ -92,6 +100,7 @@ void tensor_reduce_add(const void *map, uint32_t shared, const int (&at)[4], Loc
   const int dtype = tensor.dtype;
   if (dtype != FLOAT32 && dtype != FLOAT16 && dtype != BFLOAT16)
     fail(loc, "%s: sums of data type %d are not modelled", NAME, dtype);
+  require_no_negative(NAME, at, loc);
   issue_store(box(tensor, NAME, shared, at, loc), dtype == FLOAT32   ? Sum::F32
                                                   : dtype == FLOAT16 ? Sum::F16
                                                                      : Sum::BF16);
