@@ -1,5 +1,5 @@
 // Arithmetic whose rounding matters, which a compiler must neither fuse nor split, and the approximations of the
-// special-function unit (PTX ISA, "ex2", "lg2"; errors of about 2^-22).
+// special-function unit (PTX ISA, "ex2", "lg2").
 #pragma once
 #include "device.cuh"
 
@@ -19,14 +19,14 @@ DEVICE float fma(float x, float y, float z) {
   return w;
 }
 
-// 2^x; ex2(-inf) is 0, ex2(NaN) is NaN.
+// 2^x to two units in its last place; ex2(-inf) is 0, ex2(NaN) is NaN.
 DEVICE float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// log2(x); lg2(0) is -inf.
+// log2(x): off by 2^-22 where x is between 1/2 and 2, by 2^-22 of it elsewhere, also at powers of two. lg2(0) is -inf.
 DEVICE float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

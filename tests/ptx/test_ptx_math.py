@@ -98,19 +98,18 @@ def test_ex2_is_within_the_stated_error(machine: Machine, rng: np.random.Generat
 
 
 def test_lg2_of_special_values_is_exact(machine: Machine) -> None:
+    """Zeros, infinities, negative numbers and NaN; PTX ISA has no other."""
     got = run(machine, 3, SPECIAL)
     infinite = flushed(SPECIAL) == 0
     np.testing.assert_array_equal(got[infinite], -INFINITY)
     assert np.isnan(got[[3, 5, 6]]).all()
     assert got[4] == INFINITY
-    assert got[2] == 0
-    assert got[9] == -126
 
 
 def test_lg2_is_within_the_stated_error(machine: Machine, rng: np.random.Generator) -> None:
-    """Absolute between 1/2 and 2, relative elsewhere."""
+    """Absolute between 1/2 and 2, relative elsewhere, also where the logarithm is whole."""
     x = np.concatenate([np.exp2(rng.uniform(-126, 127.9, 8192)), rng.uniform(0.5, 2, 8192)])
-    x = x.astype(np.float32)
+    x = np.concatenate([x, np.exp2(np.arange(-126.0, 128))]).astype(np.float32)
     exact = np.log2(x.astype(np.float64))
     bound = np.where((x > 0.5) & (x < 2), ERROR, ERROR * np.abs(exact))
     assert (np.abs(run(machine, 3, x) - exact) <= bound).all()
