@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from exporters import DlpackExporter
 
 import cupyflash
 from cupyflash import _jit, _kernels, _launch
-from cupyflash._array import gpu
+from cupyflash._array import dlpack, gpu
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.frameworks
@@ -18,15 +20,22 @@ from cupyflash import _jax  # noqa: E402
 from cupyflash._jax import run  # noqa: E402
 
 
-class Buffer:
-    """A C-contiguous buffer of XLA's on CUDA device 1, at an address that nobody reads."""
+class Buffer(DlpackExporter):
+    """A C-contiguous buffer of XLA's on CUDA device 1, at an address that nobody reads.
+
+    As of JAX 0.10 ``__cuda_array_interface__`` raises for 8-bit floats.
+    """
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: Any = np.float16) -> None:
-        self.shape, self.dtype = shape, np.dtype(dtype)
-        self.__cuda_array_interface__ = {"data": (address, False)}
+        x = np.empty(shape, dtype)
+        super().__init__(x, version=None, device=(2, 1), data=address, strides=None)
+        self.shape, self.dtype, self._address = shape, x.dtype, address
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 1)
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.dtype.itemsize == 1:
+            raise NotImplementedError(f"Unimplemented primitive type {self.dtype}")
+        return {"data": (self._address, False)}
 
 
 @pytest.fixture
@@ -59,23 +68,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def callback(
-    monkeypatch: pytest.MonkeyPatch, leads: list[tuple[int, ...]], batch: int = 2, shift: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    leads: list[tuple[int, ...]],
+    batch: int = 2,
+    shift: int = 0,
+    dtype: Any = np.float16,
 ) -> tuple[list[int], list[Any]]:
     """Trace one call on device 1, call it back, and return the addresses of its buffers."""
     calls: list[Any] = []
     monkeypatch.setattr(_jax, "_program", lambda: lambda call, *_: calls.append(call) or (0, 0))
     shapes = [(batch, 5, 4, 16), (batch, 9, 2, 16), (batch, 9, 2, 8)]
     host = jax.devices("cpu")[0]
-    arrays = [jax.device_put(np.zeros(shape, np.float16), host) for shape in shapes]
+    arrays = [jax.device_put(np.zeros(shape, dtype), host) for shape in shapes]
     cupyflash.attention(*arrays, return_lse=True)
     mapped = np.broadcast_shapes(*leads)
     addresses = [(i + 1 << 20) + shift for i in range(5)]
     inputs = [
-        Buffer(address, (*lead, *shape))
+        Buffer(address, (*lead, *shape), dtype)
         for address, lead, shape in zip(addresses, leads, shapes, strict=False)
     ]
     results = (
-        Buffer(addresses[3], (*mapped, batch, 5, 4, 8)),
+        Buffer(addresses[3], (*mapped, batch, 5, 4, 8), calls[0].problem.output_dtype),
         Buffer(addresses[4], (*mapped, batch, 4, 5), np.float32),
     )
     run.compute(calls[0], SimpleNamespace(stream=77), results, *inputs)
@@ -92,6 +105,16 @@ def test_the_callback_launches_on_xlas_buffers_and_stream(
     assert calls[0].problem.arch == 90
     assert calls[0].problem.width == 16
     assert run.bound_of.cache_info().hits == 1  # loaded while tracing
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_the_callback_takes_fp8(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any], lead: tuple[int, ...], dtype: Any
+) -> None:
+    addresses, _ = callback(monkeypatch, [lead] * 3, dtype=dtype)
+    ((params, *_),) = launches
+    assert _launch.POINTERS.unpack_from(params) == tuple(addresses)
 
 
 def test_the_callback_folds_what_is_mapped_into_the_batch(
@@ -132,3 +155,21 @@ def test_the_callback_notices_odd_addresses(
     monkeypatch.setattr(_launch, "pack_forward", record)
     callback(monkeypatch, [(), (), ()], shift=4)
     assert widths == [16, 4]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32", "bool"])
+def test_xlas_own_buffers_say_where_they_are(dtype: str) -> None:
+    """What is read on a GPU, of buffers in host memory, whose address NumPy knows too."""
+    from jax.experimental.buffer_callback import buffer_callback
+
+    seen: list[tuple[int, int]] = []
+
+    def look(context: Any, result: Any, buffer: Any) -> None:
+        address = np.asarray(buffer).__array_interface__["data"][0]
+        seen.append((dlpack.address(buffer.__dlpack__()), address))
+
+    result = jax.ShapeDtypeStruct((2,), np.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        jax.block_until_ready(jax.jit(buffer_callback(look, result))(np.ones((2, 3), dtype)))
+    ((address, expected),) = seen
+    assert address == expected != 0

@@ -118,6 +118,13 @@ def consume(capsule: Any, name: str) -> Tensor:
     return _read(managed.tensor, name, readonly, owner)
 
 
+def address(capsule: Any) -> int:
+    """Return where the elements of a legacy capsule begin, which stays as it is."""
+    kind = b"dltensor"
+    tensor = KINDS[kind].from_address(_pointer(capsule, kind)).tensor
+    return int(tensor.data or 0) + int(tensor.byte_offset)
+
+
 def _read(tensor: DLTensor, name: str, readonly: bool, owner: Managed) -> Tensor:
     """Copy a DLTensor's fields out."""
     dtype = DTYPES.get((tensor.code, tensor.bits))

@@ -73,7 +73,7 @@ def _buffer(buffer: Any) -> Array:
         x = np.asarray(buffer)
         return adapter_of(x, "buffer").array(x, "buffer")
     return Array(
-        pointer=buffer.__cuda_array_interface__["data"][0],
+        pointer=dlpack.address(buffer.__dlpack__()),  # its other interface knows no fp8
         shape=buffer.shape,
         strides=contiguous_strides(buffer.shape),
         dtype=dtype_name(buffer.dtype, "buffer"),
