@@ -34,14 +34,16 @@ Heads = tuple[slice, slice, slice]  # batch entries; heads of k; query heads wit
 
 @dataclass(frozen=True)
 class Call:
-    """The operands of a call as views; a query head is (head of k, member of its group)."""
+    """Sequences of equal lengths, as views; a query head is (head of k, member of its group)."""
 
     q: np.ndarray  # [batch, heads_k, group, len_q, head_dim]
     k: np.ndarray  # [batch, heads_k, 1, len_k, head_dim]
     v: np.ndarray  # [batch, heads_k, 1, len_k, head_dim_v]
     out: np.ndarray  # [batch, heads_k, group, len_q, head_dim_v]
     lse: np.ndarray | None  # [batch, heads_k, group, len_q]
+    first: int  # the number of the first of the sequences
     band: Band
+    masks: tuple[Any, ...]  # policies beside the band
     scale: float
     softcap: float
     slopes: np.ndarray | None  # [batch, heads_k, group, 1, 1]
@@ -55,6 +57,11 @@ class Call:
     v_descale: np.ndarray | None
     dtype: np.dtype  # of all arithmetic
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many queries and keys a sequence has."""
+        return self.q.shape[3], self.k.shape[3]
+
     @cached_property
     def scales_q(self) -> bool:
         """Whether `scale` is a power of two, by which q is multiplied without rounding."""
@@ -67,22 +74,18 @@ class Call:
 
 
 class Item(NamedTuple):
-    """One piece of work: queries `i` of some heads, with the lengths in use."""
+    """One piece of work: queries `i` of some heads."""
 
     heads: Heads
     i: range
-    len_q: int
-    len_k: int
 
 
 class Tile(NamedTuple):
-    """Queries `i` x keys `j` of some heads, with the lengths in use."""
+    """Queries `i` x keys `j` of some heads."""
 
     heads: Heads
     i: range
     j: range
-    len_q: int
-    len_k: int
 
 
 class Scratch:
@@ -115,12 +118,12 @@ class State(NamedTuple):
 
 
 def attend(call: Call, item: Item, scratch: Scratch) -> None:
-    """Compute and write the rows of one item: the loops over the tiles that the band leaves."""
-    heads, i, len_q, len_k = item
+    """Compute and write the rows of one item: the loops over the tiles that the masks leave."""
+    heads, i = item
     rows = (*heads, slice(i.start, i.stop))
     state = _start(call, item, rows)
     uses = math.prod(state.q.shape[2:4])  # rows that share a row of k
-    begin, end = call.band.keys(i.start, i.stop, len_q, len_k)
+    begin, end = _keys(call, heads[0], i)
     for first in range(begin, end, BLOCK_K):
         last = min(first + BLOCK_K, end)
         keys = heads[0], heads[1], slice(None), slice(first, last)
@@ -131,12 +134,12 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
             k_t = _transpose(k)
         for row in range(i.start, i.stop, BLOCK_Q):
             i_tile = range(row, min(row + BLOCK_Q, i.stop))
-            seen = call.band.keys(i_tile.start, i_tile.stop, len_q, len_k)
+            seen = _keys(call, heads[0], i_tile)
             j = range(max(seen[0], first), min(seen[1], last))
             if j:
                 _update(
                     call,
-                    Tile(heads, i_tile, j, len_q, len_k),
+                    Tile(heads, i_tile, j),
                     state.rows(i_tile.start - i.start, i_tile.stop - i.start),
                     k_t[..., j.start - first : j.stop - first],
                     v[..., j.start - first : j.stop - first, :],
@@ -149,6 +152,19 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
     call.out[rows] = o.astype(call.out.dtype)
     if call.lse is not None:
         call.lse[rows] = (state.row_max + np.log(state.row_sum))[..., 0]
+
+
+def _keys(call: Call, sequences: slice, i: range) -> tuple[int, int]:
+    """Return the range of keys that some of the queries see, in one of the sequences at least."""
+    begin, end = call.band.keys(i.start, i.stop, *call.lengths)
+    for mask in call.masks:
+        spans = [
+            mask.keys(i.start, i.stop, *call.lengths, call.first + b)
+            for b in range(sequences.start, sequences.stop)
+        ]
+        begin = max(begin, min(span[0] for span in spans))
+        end = min(end, max(span[1] for span in spans))
+    return begin, max(begin, end)
 
 
 def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:
@@ -281,9 +297,9 @@ def _modify(call: Call, tile: Tile, s: np.ndarray) -> None:
 
 def _hide(call: Call, tile: Tile, s: np.ndarray) -> None:
     """Replace the hidden scores of a tile, whatever they hold, by -inf."""
-    band, (_, i, j, len_q, len_k) = call.band, tile
-    if not band.whole(i.start, i.stop, j.start, j.stop, len_q, len_k):
-        left, right, _ = band.operands(len_q, len_k)
+    band, (heads, i, j) = call.band, tile
+    if not band.whole(i.start, i.stop, j.start, j.stop, *call.lengths):
+        left, right, _ = band.operands(*call.lengths)
         diagonal, keys = _diagonal(call, tile), np.arange(j.start, j.stop)
         if band.left is not None:  # the keys that the last query does not see
             edge = max(0, int(diagonal[-1, 0]) - left - j.start)
@@ -291,6 +307,11 @@ def _hide(call: Call, tile: Tile, s: np.ndarray) -> None:
         if band.right is not None:  # the keys that the first query does not see
             edge = max(0, int(diagonal[0, 0]) + right + 1 - j.start)
             np.copyto(s[..., edge:], -math.inf, where=keys[edge:] > diagonal + right)
+    for mask in call.masks:
+        for x, b in zip(s, range(heads[0].start, heads[0].stop), strict=True):
+            at = (*call.lengths, call.first + b)
+            if not mask.whole(i.start, i.stop, j.start, j.stop, *at):
+                np.copyto(x, -math.inf, where=~mask.keep(i, j, *at))
     if call.mask is not None:
         np.copyto(s, -math.inf, where=~_scores_of(call.mask, tile))
 
@@ -299,15 +320,16 @@ def _drop(call: Call, tile: Tile, p: np.ndarray) -> None:
     """Zero the weights that dropout does not keep."""
     group = call.q.shape[2]
     batch, heads_k, members = tile.heads
+    first, state = call.first + batch.start, call.rng_state
     for b, h, g in np.ndindex(p.shape[:3]):
         head = (heads_k.start + h) * group + members.start + g
-        keep = _philox.keep(call.rng_state, call.dropout_p, batch.start + b, head, tile.i, tile.j)
+        keep = _philox.keep(state, call.dropout_p, first + b, head, tile.i, tile.j)
         np.copyto(p[b, h, g], 0, where=~keep)
 
 
 def _diagonal(call: Call, tile: Tile) -> np.ndarray:
     """Return i + d, as a column."""
-    d = call.band.diagonal(tile.len_q, tile.len_k)
+    d = call.band.diagonal(*call.lengths)
     return np.arange(tile.i.start + d, tile.i.stop + d)[:, None]
 
 
