@@ -35,8 +35,8 @@ __all__ = [
 # Params of cuda/kernels/attention_fwd_sm80.cu: the pointers, which alone change between warm calls;
 # 12 strides, 8 integers and the scale, in units of log 2; the mask's own.
 POINTERS = struct.Struct("<5Q")
-FORWARD = struct.Struct("<12q8if")
-BAND = struct.Struct("<3i")
+FORWARD = struct.Struct("<12q8if4x")
+BAND = struct.Struct("<3i4x")
 FORWARD_BYTES = POINTERS.size + FORWARD.size + BAND.size
 # Params of a kernel that takes tensor maps start with those of q, k, v and out, and the pointers to
 # out, lse and tickets.

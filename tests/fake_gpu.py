@@ -35,7 +35,8 @@ class Params(ctypes.Structure):
         *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group")),
         ("scale", c_float),
-        *((name, c_int) for name in ("left", "right", "bottom_right")),
+        ("gap", c_int),  # to the alignment of the policies
+        *((name, c_int) for name in ("left", "right", "bottom_right", "unused")),
     ]
 
 
@@ -64,8 +65,8 @@ class ParamsSm90(ctypes.Structure):
         *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
         *((name, c_int) for name in ("head_dim_v", "group")),
         ("scale", c_float),
-        *((name, c_int) for name in ("left", "right", "bottom_right")),
-        ("padding", ctypes.c_char * 28),  # to the alignment of a tensor map
+        *((name, c_int) for name in ("left", "right", "bottom_right", "unused")),
+        ("padding", ctypes.c_char * 24),  # to the alignment of a tensor map
     ]
 
 

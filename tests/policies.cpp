@@ -28,7 +28,7 @@ template <bool HAS_LEFT, bool HAS_RIGHT>
 void band(int left, int right, int bottom_right, int len_q, int len_k) {
   using Mask = Band<HAS_LEFT, HAS_RIGHT>;
   static_assert(MaskPolicy<Mask>);
-  answer(Mask(typename Mask::Params{left, right, bottom_right}, 0, 0, len_q, len_k), len_q, len_k);
+  answer(Mask(typename Mask::Params{left, right, bottom_right, 0}, 0, 0, len_q, len_k), len_q, len_k);
 }
 
 int main() {

@@ -64,11 +64,11 @@ def attention(*arrays: np.ndarray, device: int = 0, **options: Any) -> Any:
 
 
 def test_the_struct_has_the_layout_of_c() -> None:
-    assert ctypes.sizeof(Params) == _launch.FORWARD_BYTES == 184
+    assert ctypes.sizeof(Params) == _launch.FORWARD_BYTES == 192
     assert Params.q_batch.offset == _launch.POINTERS.size == 40
     assert Params.batch.offset == 40 + 12 * 8
     assert Params.scale.offset == 168
-    assert Params.left.offset == 172
+    assert Params.left.offset == 176
 
 
 def test_every_field_of_params(fake: FakeGpu, rng: np.random.Generator) -> None:

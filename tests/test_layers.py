@@ -17,7 +17,7 @@ FLOORS = (
     {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
     {
         "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_tuning_sm90",
-        "_forward", "_forward_sm90", "_cpu", "_online",
+        "_forward", "_forward_sm90", "_cpu", "_modifiers", "_online",
     },
     {"_kernels", "_emulator"},
     {"_jax"},
@@ -33,8 +33,8 @@ HEAVY = {"cupy", "cupyx", "torch", "jax", "jaxlib", "matplotlib"}
 # Folder of cuda/ -> the folders that its files may include ("" is cuda/ itself: device.cuh).
 ARROWS = {
     "ptx": {"", "ptx"},
-    "masks": {"", "masks"},
-    "scores": {"", "scores"},
+    "masks": {"", "masks", "tile"},
+    "scores": {"", "scores", "tile", "ptx"},
     "tile": {"", "tile", "ptx"},
     "roles": {"", "roles", "tile", "masks", "scores", "ptx"},
     "kernels": {"", "roles", "tile", "masks", "scores", "ptx"},

@@ -6,9 +6,10 @@
 
 template <bool HAS_LEFT, bool HAS_RIGHT>
 struct Band {
-  struct Params {
+  struct alignas(8) Params {
     int left, right;   // inclusive; may be negative
     int bottom_right;  // 1: d = len_k - len_q, 0: d = 0
+    int unused;
   };
 
   int len_q, len_k;

@@ -10,7 +10,7 @@ struct Range {
 
 template <class Mask>
 concept MaskPolicy = requires(const Mask &mask, int i) {
-  typename Mask::Params;  // what the host passes, plain data
+  typename Mask::Params;  // what the host passes: plain data of whole 8-byte words
   Mask(typename Mask::Params{}, i, i, i, i);
   Range(mask.keys(i, i));        // keys(q, q_end): a range holding every key that some query of [q, q_end) sees
   Range(mask.queries(i, i));     // queries(k, k_end): the transpose

@@ -1,5 +1,5 @@
-// Arithmetic whose rounding matters, which a compiler must neither fuse nor split, and the approximations of the
-// special-function unit (PTX ISA, "ex2", "lg2").
+// Arithmetic whose rounding matters, which a compiler must neither fuse nor split, the approximations of the
+// special-function unit (PTX ISA, "ex2", "lg2", "rcp"), and bounds that NaN passes (PTX ISA, "min", "max").
 #pragma once
 #include "device.cuh"
 
@@ -31,6 +31,26 @@ DEVICE float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / x to a unit in its last place; rcp of zeros and subnormals is infinite, rcp(INFINITE) is 0.
+DEVICE float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The lesser and the greater of two numbers; NaN where one is NaN. sm_80 and newer.
+DEVICE float min_nan(float x, float y) {
+  float z;
+  asm("min.ftz.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+DEVICE float max_nan(float x, float y) {
+  float z;
+  asm("max.ftz.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 }  // namespace ptx

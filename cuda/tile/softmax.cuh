@@ -6,8 +6,6 @@
 #include "ptx/warp.cuh"
 #include "tile/fragment.cuh"
 
-constexpr float LN_2 = 0.6931471805599453f;
-
 // COMPENSATED is for fp32: over thousands of keys plain additions would cost l several ulps, and every element of O
 // with it.
 template <int M, bool COMPENSATED>

@@ -14,6 +14,8 @@ DEVICE u32 f16x2(float low, float high, emu::Loc = emu::Loc::here()) {
   return emu::f16_of(low) | static_cast<u32>(emu::f16_of(high)) << 16;
 }
 
+DEVICE float float_of_f16(u16 x, emu::Loc = emu::Loc::here()) { return emu::from_f16(x); }
+
 DEVICE u32 float_bits(float x, emu::Loc = emu::Loc::here()) { return emu::bits_of(x); }
 DEVICE float bits_float(u32 x, emu::Loc = emu::Loc::here()) { return emu::float_of(x); }
 

@@ -1,4 +1,4 @@
-// Twin of cuda/ptx/math.cuh. The host's exp2f and log2f are more exact than the approximations.
+// Twin of cuda/ptx/math.cuh. The host's exp2f, log2f and quotients are more exact than the approximations.
 #pragma once
 #include "device.cuh"
 #include "runtime.h"
@@ -15,5 +15,17 @@ DEVICE float fma(float x, float y, float z, emu::Loc = emu::Loc::here()) {
 
 DEVICE float ex2(float x, emu::Loc = emu::Loc::here()) { return emu::flushed(exp2f(emu::flushed(x))); }
 DEVICE float lg2(float x, emu::Loc = emu::Loc::here()) { return log2f(emu::flushed(x)); }
+
+DEVICE float rcp(float x, emu::Loc = emu::Loc::here()) { return emu::flushed(1.0f / emu::flushed(x)); }
+
+DEVICE float min_nan(float x, float y, emu::Loc = emu::Loc::here()) {
+  if (__builtin_isnan(x) || __builtin_isnan(y)) return __builtin_nanf("");
+  return __builtin_fminf(emu::flushed(x), emu::flushed(y));
+}
+
+DEVICE float max_nan(float x, float y, emu::Loc = emu::Loc::here()) {
+  if (__builtin_isnan(x) || __builtin_isnan(y)) return __builtin_nanf("");
+  return __builtin_fmaxf(emu::flushed(x), emu::flushed(y));
+}
 
 }  // namespace ptx

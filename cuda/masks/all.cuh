@@ -1,0 +1,34 @@
+// The intersection of masks.
+#pragma once
+#include "masks/mask.cuh"
+
+template <class First, class... Others>
+struct All {
+  struct Params {
+    First::Params first;
+    All<Others...>::Params others;
+  };
+
+  First first;
+  All<Others...> others;
+
+  DEVICE All(const Params &p, int batch, int head, int len_q, int len_k)
+      : first(p.first, batch, head, len_q, len_k), others(p.others, batch, head, len_q, len_k) {}
+
+  DEVICE Range keys(int q, int q_end) const { return common(first.keys(q, q_end), others.keys(q, q_end)); }
+  DEVICE Range queries(int k, int k_end) const { return common(first.queries(k, k_end), others.queries(k, k_end)); }
+  DEVICE bool whole(int q, int q_end, int k, int k_end) const {
+    return first.whole(q, q_end, k, k_end) && others.whole(q, q_end, k, k_end);
+  }
+  DEVICE bool keep(int q, int k) const { return first.keep(q, k) && others.keep(q, k); }
+
+ private:
+  DEVICE static Range common(const Range &a, const Range &b) {
+    return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+  }
+};
+
+template <class Mask>
+struct All<Mask> : Mask {
+  using Mask::Mask;
+};
