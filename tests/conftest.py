@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 from tiny import Tiny
+
+# Workers share the processors: of threads of BLAS in each of them, all wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for child processes and torch
+    threadpool_limits(1)  # NumPy is loaded
 
 # Set before the first import of the frameworks: JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

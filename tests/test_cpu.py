@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strided import LAYOUTS, Strided
+from threadpoolctl import threadpool_limits
 
 from cupyflash import _blas, _cpu, _online
 from cupyflash._accuracy import assert_accurate
@@ -33,10 +35,12 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every problem be big enough for several threads, on a machine of any size."""
     monkeypatch.setattr(_cpu, "PRODUCTS_PER_THREAD", 1)
     monkeypatch.setattr(_cpu, "one_blas_thread", FourThreads())
+    with threadpool_limits(2):  # BLAS has a limit that can be seen to be restored
+        yield
 
 
 class FourThreads(_blas.OneBlasThread):
