@@ -160,10 +160,17 @@ def _host_dtypes(problem: Problem) -> str | None:
     return refuse_dtype(problem, HOST_DTYPES)
 
 
-def _views(operands: Operands) -> dict[str, Any]:
-    """Return the operands as NumPy arrays, by name."""
-    named = operands._asdict()
-    return {name: host_view(x) if isinstance(x, Array) else x for name, x in named.items()}
+def _views(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Return the operands that there are as NumPy arrays, by name; masks with theirs."""
+    named = {name: x for name, x in operands._asdict().items() if x is not None}
+    arrays = named.pop("masks")
+    views = {name: host_view(x) if isinstance(x, Array) else x for name, x in named.items()}
+    if problem.masks:
+        views["masks"] = tuple(
+            mask.bound(*map(host_view, own))
+            for mask, own in zip(problem.masks, arrays, strict=True)
+        )
+    return views
 
 
 def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
@@ -173,12 +180,12 @@ def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> No
         scale=problem.scale,
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
-        **_views(operands),
+        **_views(problem, operands),
     )
 
 
 def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
-    views = _views(operands)
+    views = _views(problem, operands)
     out = views.pop("out")
     values, sums = reference.attention(
         window_size=(problem.band.left, problem.band.right),

@@ -1,27 +1,28 @@
 """A call becomes a `Problem` and its `Operands`: validated here, once, over one table of shapes.
 
 A `Problem` is frozen, hashable and holds no array: it decides the kernel. The `Operands` are the
-arrays, viewed as the contract's (batch, length, heads, head_dim) whatever the caller's layout is.
+arrays, viewed as the contract's (batch, length, heads, head_dim) whatever the caller's layout is;
+packed sequences are one batch entry there.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._array import HOST, ITEMSIZES, Array
+from ._array import HOST, ITEMSIZES, Array, normal_strides
 from ._array.host import host_view
 from ._scalars import factor, random_state, scalars
 from ._tensor_map import MAX_STRIDE
 from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
-from .masks import Band
+from .masks import Band, Mask, Segments
 
 __all__ = [
-    "DESCALES", "LAYOUTS", "MODIFIERS", "Operands", "Problem", "describe", "host_metadata",
-    "stand_in",
+    "DESCALES", "LAYOUTS", "MODIFIERS", "Form", "Operands", "Problem", "describe", "forms",
+    "host_metadata", "is_metadata", "stand_in",
 ]  # fmt: skip
 
 Shape = tuple[str, ...]
@@ -36,13 +37,25 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "seqused_q": (("batch",),),
     "seqused_k": (("batch",),),
 }
+# Those of packed sequences, where they differ; the batch is the number of sequences.
+PACKED: dict[str, tuple[Shape, ...]] = {
+    "cu_seqlens_q": (("batch + 1",),),
+    "cu_seqlens_k": (("batch + 1",),),
+    "q": (("total_q", "heads_q", "head_dim"),),
+    "k": (("total_k", "heads_k", "head_dim"),),
+    "v": (("total_k", "heads_k", "head_dim_v"),),
+    "out": (("total_q", "heads_q", "head_dim_v"),),
+}
 SCORES: Shape = ("batch", "heads_q", "len_q", "len_k")
 DESCALES = ("q_descale", "k_descale", "v_descale")  # what fp8 inputs are multiplied by
-# The shapes that arrays of fewer or smaller dimensions are broadcast to.
+# The shapes that arrays of fewer or smaller dimensions are broadcast to. Of packed sequences, the
+# axes of POSITIONS have the size 1 or as many positions as there are in any sequence.
 BROADCAST: dict[str, Shape] = {
     **dict.fromkeys(("attn_bias", "attn_mask"), SCORES),
     **dict.fromkeys(DESCALES, ("batch", "heads_k")),
 }
+POSITIONS = ("len_q", "len_k")
+SIZES = ("batch", *POSITIONS, "heads_q", "heads_k", "head_dim", "head_dim_v")
 LAYOUTS = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # each permutation undoes itself
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -55,15 +68,24 @@ DTYPES = {
     "attn_mask": ("bool",),
     "learnable_sink": FLOATS,
     **dict.fromkeys(DESCALES, ("float32",)),
-    **dict.fromkeys(("seqused_q", "seqused_k"), INTEGERS),
+    **dict.fromkeys(("seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS),
 }
-METADATA = ("seqused_q", "seqused_k")  # may lie in host memory beside arrays of a GPU
+# May lie in host memory beside arrays of a GPU, as may the arrays of masks.
+METADATA = ("seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")
 
 # What a kernel may lack, beyond the band: names of arguments, in the order in which they act.
 MODIFIERS = (
-    "softcap", "alibi_slopes", "attn_bias", "attn_mask", "seqused_q", "seqused_k",
-    "learnable_sink", "dropout_p",
+    "softcap", "alibi_slopes", "attn_bias", "mask", "segment_ids", "attn_mask", "cu_seqlens_q",
+    "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "dropout_p",
 )  # fmt: skip
+
+
+class Form(NamedTuple):
+    """One mask of a call, without its arrays."""
+
+    argument: str  # that it came by
+    mask: Mask  # static
+    names: tuple[str, ...]  # of its arrays, in the order of Mask.shapes
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,9 @@ class Problem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     modifiers: tuple[str, ...] = ()
+    masks: tuple[Mask, ...] = ()  # beyond the band, without their arrays
+    dtypes: tuple[tuple[str, str], ...] = ()  # of the arrays of modifiers, by name
+    packed: bool = False  # sequences lie in arrays of len_q and len_k rows; batch counts them
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
     width: int = 16  # bytes that one access to q, k, v and out may have
     odd_stride: int | None = None  # one of q, k, v or out, in bytes, that no tensor map holds
@@ -91,7 +116,7 @@ class Problem:
     @property
     def empty(self) -> bool:
         """Whether no query of any head is there to attend."""
-        return self.batch * self.len_q * self.heads_q == 0
+        return (self.packed or self.batch) * self.len_q * self.heads_q == 0
 
     @property
     def output_dtype(self) -> str:
@@ -107,8 +132,9 @@ class Problem:
 class Operands(NamedTuple):
     """The arrays of a call as (batch, length, heads, head_dim); those of BROADCAST as such views.
 
-    ``out`` has a null pointer until it is allocated, with those strides. ``rng_state`` is a pair of
-    integers, or an array of the device.
+    Packed sequences are one batch entry of q, k, v and out. ``out`` has a null pointer until it is
+    allocated, with those strides. ``rng_state`` is a pair of integers, or an array of the device.
+    ``masks`` are the arrays of each of Problem.masks.
     """
 
     q: Array
@@ -125,6 +151,9 @@ class Operands(NamedTuple):
     k_descale: Array | None = None
     v_descale: Array | None = None
     rng_state: tuple[int, int] | Array | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    masks: tuple[tuple[Array, ...], ...] = ()
 
 
 def describe(
@@ -139,6 +168,7 @@ def describe(
     dropout_p: Any = 0.0,
     rng_state: Any = None,
     layout: Any = "bshd",
+    masks: Iterable[Form] = (),
 ) -> tuple[Problem, Operands]:
     """Check a call and say what it is.
 
@@ -146,13 +176,15 @@ def describe(
     ----------
     arrays : mapping of str to Array
         By argument name, in the caller's layout: q, k, v, and those of out, alibi_slopes,
-        attn_bias, attn_mask, seqused_q, seqused_k, learnable_sink and the descales that the call
-        has. Only metadata of host memory is read; a null pointer is right for an array that is not
-        there yet.
+        attn_bias, attn_mask, seqused_q, seqused_k, learnable_sink, the descales and the arrays of
+        masks that the call has; cu_seqlens_q and cu_seqlens_k where sequences are packed. Only
+        metadata of host memory is read; a null pointer is right for an array that is not there yet.
     arch : int or None
         Compute capability of the arrays' device, None for host memory.
     softmax_scale, causal, window_size, alignment, softcap, dropout_p, rng_state, layout
         As `cupyflash.attention` takes them; `rng_state` may be an Array.
+    masks : iterable of Form
+        What `forms` returns.
 
     Returns
     -------
@@ -161,27 +193,87 @@ def describe(
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {layout!r}")
     band = Band.of(causal, window_size, alignment)
+    band, rest = _merged(band, masks, aligned="alibi_slopes" in arrays)
+    packed = "cu_seqlens_q" in arrays
+    axes = (0, 1, 2) if packed else LAYOUTS[layout]
     _check_kinds(arrays)
-    sizes, operands = _bind(arrays, LAYOUTS[layout])
+    sizes, operands = _bind(arrays, (PACKED | SHAPES | PACKED) if packed else SHAPES, axes)
     _check_heads(sizes["heads_q"], sizes["heads_k"])
-    _check_lengths(operands, sizes)
+    longest = _check_lengths(operands, sizes, packed)
+    for name, words in BROADCAST.items():
+        if name in arrays:
+            operands[name] = _spread(arrays[name], name, words, sizes, longest)
+    mask_operands = tuple(
+        tuple(
+            _spread(arrays[name], name, words, sizes, longest)
+            for name, words in zip(form.names, form.mask.shapes.values(), strict=True)
+        )
+        for form in rest
+    )
     if "out" in operands:
         _check_out(operands)
     else:
-        operands["out"] = permuted(_fresh(arrays["q"], sizes["head_dim_v"]), LAYOUTS[layout])
+        operands["out"] = permuted(_fresh(arrays["q"], sizes["head_dim_v"]), axes)
+    if packed:
+        operands |= {name: _one_entry(operands[name]) for name in ("q", "k", "v", "out")}
     dtype = arrays["q"].dtype
     numbers = scalars(softmax_scale, softcap, dropout_p, sizes["head_dim"], dtype)
+    present = {*operands, *(form.argument for form in rest)}
     problem = Problem(
         dtype,
-        **(sizes | numbers),
+        **({word: sizes[word] for word in SIZES} | numbers),
         band=band,
-        modifiers=tuple(name for name in MODIFIERS if name in operands or numbers.get(name)),
+        modifiers=tuple(name for name in MODIFIERS if name in present or numbers.get(name)),
+        masks=tuple(form.mask for form in rest),
+        dtypes=tuple((name, operands[name].dtype) for name in MODIFIERS if name in operands),
+        packed=packed,
         arch=arch,
         width=_width(operands, arch),
         odd_stride=_odd_stride(operands),
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
-    return problem, Operands(**operands, rng_state=state)
+    return problem, Operands(**operands, rng_state=state, masks=mask_operands)
+
+
+def forms(mask: Any = None, segment_ids: Any = None) -> tuple[tuple[Form, ...], dict[str, Any]]:
+    """Take masks apart: return their static parts, and their arrays by name.
+
+    Parameters
+    ----------
+    mask : Mask, optional
+        As `cupyflash.attention` takes it.
+    segment_ids : array or pair of arrays, optional
+        Likewise.
+    """
+    if mask is not None and not isinstance(mask, Mask):
+        raise InvalidType(
+            f"`mask` must be a mask of cupyflash.masks, got {type(mask).__name__}: "
+            "pass an array of bools as `attn_mask`"
+        )
+    parts = () if mask is None else mask.parts
+    place = "mask" if len(parts) == 1 else "mask.parts[{}]"
+    named = [
+        ("mask", part, [f"{place.format(n)}.{name}" for name in part.shapes])
+        for n, part in enumerate(parts)
+    ]
+    if isinstance(segment_ids, tuple):
+        if len(segment_ids) != 2:
+            raise InvalidArgument(
+                f"`segment_ids` must be an array or a pair (of queries, of keys), got a tuple of "
+                f"{len(segment_ids)}"
+            )
+        named.append(("segment_ids", Segments(*segment_ids), ["segment_ids[0]", "segment_ids[1]"]))
+    elif segment_ids is not None:
+        named.append(("segment_ids", Segments(segment_ids), ["segment_ids"] * 2))
+    arrays: dict[str, Any] = {}
+    found = []
+    for argument, part, names in named:
+        for n, x in enumerate(part.arrays):
+            first = next(m for m, other in enumerate(part.arrays) if other is x)
+            names[n] = names[first]  # one array for queries and keys goes to the GPU once
+            arrays.setdefault(names[n], _listed(x, names[n]))
+        found.append(Form(argument, part.static, tuple(names)))
+    return tuple(found), arrays
 
 
 def stand_in(name: str, value: Any, q: Array) -> Array | None:
@@ -191,12 +283,22 @@ def stand_in(name: str, value: Any, q: Array) -> Array | None:
     return q._replace(pointer=0, shape=(), strides=(), dtype="float32", owner=None)
 
 
+def is_metadata(name: str) -> bool:
+    """Return whether an array may lie in host memory beside arrays of a GPU."""
+    return name in METADATA or name not in DTYPES.keys() | {"out"}
+
+
 def host_metadata(x: Any, name: str) -> Any:
-    """Return a list or tuple of lengths as an array, any other argument as it is."""
-    if name not in METADATA or not isinstance(x, tuple | list):
+    """Return a list or tuple of integers as an array, any other argument as it is."""
+    return _listed(x, name) if name in METADATA and isinstance(x, tuple | list) else x
+
+
+def _listed(x: Any, name: str) -> Any:
+    """Return an integer, or a list or tuple of integers, as an array; anything else as it is."""
+    if not isinstance(x, tuple | list | int | np.integer):
         return x
     try:
-        return np.asarray(x) if len(x) else np.zeros(0, np.int64)
+        return np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
     except (TypeError, ValueError):  # ragged, or of what is no number
         raise InvalidType(
             f"`{name}` must hold one integer per batch entry, got {x!r:.60}"
@@ -217,7 +319,7 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
                 f"`{name}` is only for fp8 inputs, these are {q.dtype}: leave it out"
             )
     for name, array in arrays.items():
-        if name in METADATA and array.device == HOST:
+        if is_metadata(name) and array.device == HOST:
             continue
         if (array.framework, array.device) != (q.framework, q.device):
             raise InvalidArgument(
@@ -225,7 +327,7 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
                 "pass arrays of one framework on one device"
             )
     for name, array in arrays.items():
-        expected = DTYPES.get(name, (output_dtype(q.dtype),))
+        expected = (output_dtype(q.dtype),) if name == "out" else DTYPES.get(name, INTEGERS)
         if array.dtype not in expected:
             if name in ("q", "k", "v") and array.dtype in ("int8", "uint8"):
                 raise InvalidType(
@@ -247,14 +349,31 @@ def _origin(array: Array) -> str:
     return f"a {array.framework} array {place}"
 
 
+def _merged(band: Band, masks: Iterable[Form], *, aligned: bool) -> tuple[Band, tuple[Form, ...]]:
+    """Return the band with the bands among the masks, where one diagonal serves, and the others.
+
+    Where the alignment does not matter otherwise, the band without bounds has none.
+    """
+    rest = []
+    for form in masks:
+        met = None
+        if isinstance(form.mask, Band):
+            met = form.mask if not (band.bounded or aligned) else band.meet(form.mask)
+        if met is None:
+            rest.append(form)
+        else:
+            band = met
+    return band, tuple(rest)
+
+
 def _bind(
-    arrays: Mapping[str, Array], axes: tuple[int, ...]
+    arrays: Mapping[str, Array], table: Mapping[str, tuple[Shape, ...]], axes: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Bind the sizes as einsum binds letters; return them and the arrays in the contract's view."""
     sizes: dict[str, Any] = {}
     origin: dict[str, str] = {}
     operands: dict[str, Any] = {}
-    for name, shapes in SHAPES.items():
+    for name, shapes in table.items():
         if name not in arrays:
             continue
         array = arrays[name]
@@ -270,16 +389,46 @@ def _bind(
                     f"{sizes[word]}: they must be equal"
                 )
             origin.setdefault(word, name)
-    for name, words in BROADCAST.items():
-        if name in arrays:
-            shape = tuple(sizes[word] for word in words)
-            operands[name] = broadcast(arrays[name], shape)
-            if operands[name] is None:
+        if words == ("batch + 1",):
+            if not sizes["batch + 1"]:
                 raise InvalidArgument(
-                    f"`{name}` must broadcast to ({', '.join(words)}) = {shape}, "
-                    f"got shape {arrays[name].shape}"
+                    f"`{name}` must have shape (batch + 1,), got (0,): "
+                    "pass [0] where there is no sequence"
                 )
+            sizes["batch"], origin["batch"] = sizes["batch + 1"] - 1, name
+    for word in POSITIONS:
+        sizes.setdefault(word, sizes.get(word.replace("len", "total")))
     return sizes, operands
+
+
+def _spread(
+    array: Array,
+    name: str,
+    words: Shape,
+    sizes: Mapping[str, int],
+    longest: Mapping[str, int | None],
+) -> Array:
+    """Return an array as broadcast to a shape; that of positions in sequences as far as it goes."""
+    own = (1,) * (len(words) - len(array.shape)) + array.shape
+    free = {word: size for word, size in zip(words, own, strict=False) if word in longest}
+    shape = tuple(free.get(word, sizes[word]) for word in words)
+    view = broadcast(array, shape)
+    if view is None:
+        wanted = ", ".join(w.replace("len", "longest") if w in free else w for w in words)
+        raise InvalidArgument(
+            f"`{name}` must broadcast to ({wanted}{',' if len(words) == 1 else ''}) = {shape}, "
+            f"got shape {array.shape}"
+        )
+    for word, size in free.items():
+        most = longest[word]
+        if size != 1 and ((most is not None and size < most) or (size == 0 and sizes[word])):
+            side = "queries" if word == "len_q" else "keys"
+            known = "" if most is None else f" and the longest sequence has {most}"
+            raise InvalidArgument(
+                f"`{name}` of shape {array.shape} has {size} {side}{known}: "
+                "it needs one for each position of a sequence, or 1 for all"
+            )
+    return view
 
 
 def _in_layout(words: Shape, axes: tuple[int, ...]) -> str:
@@ -296,17 +445,61 @@ def _check_heads(heads_q: int, heads_k: int) -> None:
         )
 
 
-def _check_lengths(operands: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
-    """Check the values of lengths that lie in host memory; those of a device are never read."""
-    for name, word in (("seqused_q", "len_q"), ("seqused_k", "len_k")):
-        array = operands.get(name)
-        if array is None or array.device != HOST or not array.pointer:
-            continue
-        for entry, length in enumerate(host_view(array).tolist()):
-            if not 0 <= length <= sizes[word]:
+def _check_lengths(
+    operands: Mapping[str, Array], sizes: Mapping[str, int], packed: bool
+) -> dict[str, int | None]:
+    """Check the values of lengths that lie in host memory; those of a device are never read.
+
+    Returns
+    -------
+    dict of str to int or None
+        Of packed sequences: the positions of the longest, None where it is not known.
+    """
+    longest: dict[str, int | None] = {}
+    for side in "qk":
+        length, total = f"len_{side}", sizes[f"len_{side}"]
+        bounds = _values(operands.get(f"cu_seqlens_{side}"))
+        used = _values(operands.get(f"seqused_{side}"))
+        limits: np.ndarray | int = total
+        if bounds is not None:
+            _check_bounds(bounds, f"cu_seqlens_{side}", f"total_{side}", total)
+            limits = np.diff(bounds.astype(np.int64))
+        if used is not None:
+            beyond = np.flatnonzero((used < 0) | (used > limits))
+            if beyond.size:
+                entry = beyond[0]
+                limit = np.broadcast_to(limits, used.shape)[entry]
+                word = length if not packed else f"total_{side}"
                 raise InvalidArgument(
-                    f"`{name}[{entry}]` must be from 0 to {word} = {sizes[word]}, got {length}"
+                    f"`seqused_{side}[{entry}]` must be from 0 to "
+                    f"{word if bounds is None else 'the length of its sequence'}"
+                    f" = {limit}, got {used[entry]}"
                 )
+        if packed:
+            known = used if used is not None else limits if bounds is not None else None
+            longest[length] = None if known is None else int(np.max(known, initial=0))
+    return longest
+
+
+def _values(array: Array | None) -> np.ndarray | None:
+    """Return the values of metadata that lies in host memory, and is there yet."""
+    known = array is not None and array.device == HOST and (array.pointer or 0 in array.shape)
+    return host_view(array) if known and array is not None else None
+
+
+def _check_bounds(bounds: np.ndarray, name: str, word: str, total: int) -> None:
+    """Check where packed sequences begin and end."""
+    beyond = np.flatnonzero((bounds < 0) | (bounds > total))
+    if beyond.size:
+        raise InvalidArgument(
+            f"`{name}[{beyond[0]}]` must be from 0 to {word} = {total}, got {bounds[beyond[0]]}"
+        )
+    falls = np.flatnonzero(bounds[1:] < bounds[:-1])
+    if falls.size:
+        n = falls[0]
+        raise InvalidArgument(
+            f"`{name}` must not decrease, got {bounds[n]} and then {bounds[n + 1]} at [{n + 1}]"
+        )
 
 
 def _check_out(operands: Mapping[str, Array]) -> None:
@@ -331,7 +524,7 @@ def _check_out(operands: Mapping[str, Array]) -> None:
 
 def _fresh(q: Array, head_dim_v: int) -> Array:
     """Return the output to allocate, in the caller's layout: q's order of dimensions if dense."""
-    shape = (*q.shape[:3], head_dim_v)
+    shape = (*q.shape[:-1], head_dim_v)
     return q._replace(
         pointer=0,
         shape=shape,
@@ -340,6 +533,12 @@ def _fresh(q: Array, head_dim_v: int) -> Array:
         readonly=False,
         owner=None,
     )
+
+
+def _one_entry(array: Array) -> Array:
+    """Return the view of packed rows as a batch of one entry."""
+    shape = (1, *array.shape)
+    return array._replace(shape=shape, strides=normal_strides(shape, (0, *array.strides)))
 
 
 def _width(operands: Mapping[str, Array], arch: int | None) -> int:

@@ -6,18 +6,21 @@ Each field of the configuration becomes a member of ``struct Config``: a string 
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
-from . import __version__, _jit, masks
+from . import __version__, _jit, _modifiers, masks
 
 __all__ = ["render"]
 
 # Where a type is defined: the unit includes it before the struct that names it.
 HEADERS = {
-    **dict.fromkeys(("Float16", "Bfloat16", "Float32"), "tile/types.cuh"),
+    **dict.fromkeys(("Float16", "Bfloat16", "Float32", "Float64"), "tile/types.cuh"),
     **dict.fromkeys(("Float8E4m3", "Float8E5m2"), "tile/fp8.cuh"),
     **{mask.__name__: mask.header for mask in masks.ALL},
+    **_modifiers.HEADERS,
 }
+TYPES = re.compile(r"\b[A-Z]\w*")  # true and false are arguments of templates, and no types
 
 
 @functools.lru_cache(maxsize=256)
@@ -33,7 +36,7 @@ def render(symbol: str, config: Any) -> str:
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     types = {name: value for name, value in values.items() if isinstance(value, str)}
-    headers = dict.fromkeys(HEADERS[value.partition("<")[0]] for value in types.values())
+    headers = dict.fromkeys(HEADERS[x] for value in types.values() for x in TYPES.findall(value))
     lines = [
         f"// cupyflash {__version__}  {symbol}  cuda/ digest {_jit.digest()[:16]}",
         *(f'#include "{header}"' for header in headers),

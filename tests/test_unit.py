@@ -7,8 +7,8 @@ import pytest
 
 import cupyflash
 from cupyflash import _jit
-from cupyflash._unit import render
-from cupyflash.masks import ALL, Band
+from cupyflash._unit import HEADERS, render
+from cupyflash.masks import Band
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,23 @@ def test_every_field_is_a_member_and_changes_the_unit() -> None:
 
 
 def test_includes_are_files_of_cuda() -> None:
-    files = _jit.sources()
-    for mask in ALL:
-        unit = render("attention_fwd_sm80", replace(Config(), mask=mask().cuda_type))
-        for name in re.findall(r'#include "(.*)"', unit):
-            assert name in files
+    assert set(HEADERS.values()) <= set(_jit.sources())
+
+
+def test_every_type_that_is_named_is_included_once() -> None:
+    config = replace(Config(), mask="All<Band<false, true>, Segments, DenseMask>")
+    config = replace(config, t="Chain<Softcap, Bias<Float64>>")
+    assert re.findall(r'#include "(.*)"', render("attention_fwd_sm80", config)) == [
+        "scores/score.cuh",
+        "scores/softcap.cuh",
+        "scores/bias.cuh",
+        "tile/types.cuh",
+        "masks/all.cuh",
+        "masks/band.cuh",
+        "masks/segments.cuh",
+        "masks/dense_mask.cuh",
+        "kernels/attention_fwd_sm80.cu",
+    ]
 
 
 @pytest.mark.parametrize("left", [None, 3])

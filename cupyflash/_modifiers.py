@@ -1,0 +1,228 @@
+"""What acts on the scores of a call, as the kernels take it: CUDA types, and the bytes of Params.
+
+Every kernel's Params end with those of its mask, score, dropout, sink and sequences, in this order,
+as whole 8-byte words. A policy that is not there has one word that nobody reads.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ._array import ITEMSIZES, Array
+from ._philox import rescale, threshold
+from ._problem import Operands, Problem
+from .masks import Band, Mask, PrefixLM, Segments
+
+__all__ = ["HEADERS", "Policies", "pack", "places", "policies"]
+
+WORD = 8  # bytes
+UNUSED = bytes(WORD)
+ELEMENTS = {
+    "float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32", "float64": "Float64",
+}  # fmt: skip
+
+# Params of the policies, in C: cuda/masks, cuda/scores, cuda/tile.
+BAND = struct.Struct("<4i")
+DENSE = struct.Struct("<Q4q2i")  # of DenseMask and Bias
+DENSE_MASK_BYTES = 40  # of an object
+INTEGERS = struct.Struct("<Qq2i")
+PREFIX_LM = struct.Struct("<2i")  # after its integers
+SEGMENTS = struct.Struct("<2q2i")  # after its integers
+SOFTCAP = struct.Struct("<2f")
+ALIBI = struct.Struct("<Q2q2i")
+DROPOUT = struct.Struct("<3QIf2i")
+SINK = struct.Struct("<Qq")
+
+# Bytes of Params of each policy.
+SIZES = {
+    "Band": BAND.size,
+    "PrefixLM": INTEGERS.size + PREFIX_LM.size,
+    "Segments": 2 * INTEGERS.size + SEGMENTS.size,
+    "DenseMask": DENSE.size,
+    "Softcap": SOFTCAP.size,
+    "Alibi": ALIBI.size,
+    "Bias": DENSE.size,
+    "Dropout": DROPOUT.size,
+    "Sink": SINK.size,
+    "Used": 2 * INTEGERS.size,
+    "Packed": 4 * INTEGERS.size,
+    **dict.fromkeys(("Identity", "KeepAll", "NoSink", "Dense"), WORD),
+}
+# Where each type is defined, beyond the masks' own.
+HEADERS = {
+    "All": "masks/all.cuh",
+    "DenseMask": "masks/dense_mask.cuh",
+    **dict.fromkeys(("Identity", "Chain"), "scores/score.cuh"),
+    "Softcap": "scores/softcap.cuh",
+    "Alibi": "scores/alibi.cuh",
+    "Bias": "scores/bias.cuh",
+    **dict.fromkeys(("KeepAll", "Dropout"), "tile/dropout.cuh"),
+    **dict.fromkeys(("NoSink", "Sink"), "tile/sink.cuh"),
+    **dict.fromkeys(("Dense", "Used", "Packed"), "tile/sequences.cuh"),
+}
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The CUDA types of a kernel's policies."""
+
+    mask: str
+    score: str
+    dropout: str
+    sink: str
+    sequences: str
+    mask_bytes: int  # of an object of the mask
+
+    @property
+    def params_bytes(self) -> int:
+        """The bytes that `pack` makes."""
+        types = (self.mask, self.score, self.dropout, self.sink, self.sequences)
+        return sum(SIZES.get(name, 0) for name in re.findall(r"\w+", " ".join(types)))
+
+
+def policies(problem: Problem) -> Policies:
+    """Return the types that a problem's kernel is compiled with."""
+    masks = _masks(problem)
+    types = [mask.cuda_type for mask in masks]
+    mask_bytes = sum(mask.cuda_bytes for mask in masks)
+    if "attn_mask" in problem.modifiers:
+        types.append("DenseMask")
+        mask_bytes += DENSE_MASK_BYTES
+    dtypes = {name: ELEMENTS.get(dtype, "") for name, dtype in problem.dtypes}
+    scores = []
+    if problem.softcap:
+        scores.append("Softcap")
+    if "alibi_slopes" in problem.modifiers:
+        scores.append("Alibi")
+    if "attn_bias" in problem.modifiers:
+        scores.append(f"Bias<{dtypes['attn_bias']}>")
+    sink = "learnable_sink" in problem.modifiers
+    used = "seqused_q" in problem.modifiers or "seqused_k" in problem.modifiers
+    return Policies(
+        mask=_joined("All", types),
+        score=_joined("Chain", scores) if scores else "Identity",
+        dropout="Dropout" if problem.dropout_p else "KeepAll",
+        sink=f"Sink<{dtypes['learnable_sink']}>" if sink else "NoSink",
+        sequences="Packed" if problem.packed else "Used" if used else "Dense",
+        mask_bytes=mask_bytes,
+    )
+
+
+def _joined(template: str, types: list[str]) -> str:
+    return types[0] if len(types) == 1 else f"{template}<{', '.join(types)}>"
+
+
+def _masks(problem: Problem) -> tuple[Mask, ...]:
+    """Return the masks that hide anything, the cheapest test first; one at least."""
+    others = len(problem.masks) + ("attn_mask" in problem.modifiers)
+    return (() if others and not problem.band.bounded else (problem.band,)) + problem.masks
+
+
+def pack(problem: Problem, operands: Operands) -> bytes:
+    """Return the bytes of Params of mask, score, dropout, sink and sequences."""
+    return b"".join(part for _, part in _parts(problem, operands))
+
+
+def places(problem: Problem, operands: Operands, start: int) -> tuple[tuple[str | int, int], ...]:
+    """Return where Params hold what may change between calls, if those of policies begin at start.
+
+    By name of an operand, or by number of an array of masks, all of them counted: the offset of its
+    address. With ``rng_state`` two words follow, the seed and the offset where the address is 0.
+    """
+    found = []
+    for key, part in _parts(problem, operands):
+        if key is not None:
+            found.append((key, start))
+        start += len(part)
+    return tuple(found)
+
+
+Part = tuple[str | int | None, bytes]  # what its first word is the address of
+
+
+def _parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    yield from _mask_parts(problem, operands)
+    yield from _score_parts(problem, operands)
+    if problem.dropout_p:
+        yield "rng_state", _dropout(problem, operands)
+    else:
+        yield None, UNUSED
+    if (sink := operands.learnable_sink) is not None:
+        yield "learnable_sink", SINK.pack(sink.pointer, sink.strides[0])
+    else:
+        yield None, UNUSED
+    yield from _sequence_parts(problem, operands)
+
+
+def _mask_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    count = 0
+    arrays = iter(operands.masks)
+    for mask in _masks(problem):
+        own = () if mask is problem.band else next(arrays)
+        if isinstance(mask, Band):
+            yield None, BAND.pack(*mask.operands(problem.len_q, problem.len_k), 0)
+        elif isinstance(mask, PrefixLM):
+            (prefix,) = own
+            yield count, _integers(prefix)
+            yield None, PREFIX_LM.pack(mask.alignment == "bottom_right", 0)
+        elif isinstance(mask, Segments):
+            q, k = own
+            yield count, _integers(q)
+            yield count + 1, _integers(k)
+            rows, columns = (_extent(problem, x.shape[1]) for x in (q, k))
+            yield None, SEGMENTS.pack(q.strides[0], k.strides[0], rows, columns)
+        else:
+            raise AssertionError(f"Params of {type(mask).__name__} are not known")
+        count += len(own)
+    if operands.attn_mask is not None:
+        yield "attn_mask", _dense(problem, operands.attn_mask)
+
+
+def _score_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    if problem.softcap:
+        yield None, SOFTCAP.pack(problem.softcap, 1 / problem.softcap)
+    if (slopes := operands.alibi_slopes) is not None:
+        batch, head = (0, *slopes.strides)[-2:]
+        bottom_right = problem.band.alignment == "bottom_right"
+        yield "alibi_slopes", ALIBI.pack(slopes.pointer, batch, head, bottom_right, 0)
+    if operands.attn_bias is not None:
+        yield "attn_bias", _dense(problem, operands.attn_bias)
+    if not (problem.softcap or slopes is not None or operands.attn_bias is not None):
+        yield None, UNUSED
+
+
+def _dropout(problem: Problem, operands: Operands) -> bytes:
+    state = operands.rng_state
+    drops, factor = threshold(problem.dropout_p), rescale(problem.dropout_p)
+    if isinstance(state, Array):
+        words = state.shape[0] if ITEMSIZES[state.dtype] == WORD else -state.shape[0]
+        return DROPOUT.pack(state.pointer, 0, 0, drops, factor, words, 0)
+    seed, offset = state or (0, 0)
+    return DROPOUT.pack(0, seed, offset, drops, factor, 0, 0)
+
+
+def _sequence_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    if operands.cu_seqlens_q is operands.seqused_q is operands.seqused_k is None:
+        yield None, UNUSED
+        return
+    bounds = ("cu_seqlens_q", "cu_seqlens_k") if problem.packed else ()
+    for name in (*bounds, "seqused_q", "seqused_k"):
+        lengths = getattr(operands, name)
+        yield (name, _integers(lengths)) if lengths is not None else (None, bytes(INTEGERS.size))
+
+
+def _integers(x: Array) -> bytes:
+    """Return what the kernels read integers of any width by, along the last axis."""
+    return INTEGERS.pack(x.pointer, x.strides[-1], ITEMSIZES[x.dtype], x.dtype[0] == "i")
+
+
+def _dense(problem: Problem, x: Array) -> bytes:
+    """Return what a bias or mask of all scores is read by."""
+    rows, columns = (_extent(problem, length) for length in x.shape[2:])
+    return DENSE.pack(x.pointer, *x.strides, rows, columns)
+
+
+def _extent(problem: Problem, length: int) -> int:
+    """Return how many positions of an array a sequence must not exceed, 0 where it cannot."""
+    return length if problem.packed and length > 1 else 0
