@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from . import _online
 from ._blas import one_blas_thread
 from ._online import Call, Heads, Item, Scratch
-from .masks import Band
+from .masks import Band, Mask
 
 __all__ = ["attention"]
 
@@ -66,7 +66,7 @@ def attention(
     *,
     band: Band,
     scale: float,
-    masks: Sequence[Any] = (),
+    masks: Sequence[Mask] = (),
     softcap: float = 0.0,
     alibi_slopes: np.ndarray | None = None,
     attn_bias: np.ndarray | None = None,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _philox
-from .masks import Band
+from .masks import Band, Mask
 
 __all__ = ["BLOCK_K", "BLOCK_Q", "Call", "Heads", "Item", "Scratch", "attend"]
 
@@ -43,7 +43,7 @@ class Call:
     lse: np.ndarray | None  # [batch, heads_k, group, len_q]
     first: int  # the number of the first of the sequences
     band: Band
-    masks: tuple[Any, ...]  # policies beside the band
+    masks: tuple[Mask, ...]  # beside the band
     scale: float
     softcap: float
     slopes: np.ndarray | None  # [batch, heads_k, group, 1, 1]
@@ -311,7 +311,8 @@ def _hide(call: Call, tile: Tile, s: np.ndarray) -> None:
         for x, b in zip(s, range(heads[0].start, heads[0].stop), strict=True):
             at = (*call.lengths, call.first + b)
             if not mask.whole(i.start, i.stop, j.start, j.stop, *at):
-                np.copyto(x, -math.inf, where=~mask.keep(i, j, *at))
+                queries, keys = np.arange(i.start, i.stop)[:, None], np.arange(j.start, j.stop)
+                np.copyto(x, -math.inf, where=~mask.keep(queries, keys, *at))
     if call.mask is not None:
         np.copyto(s, -math.inf, where=~_scores_of(call.mask, tile))
 

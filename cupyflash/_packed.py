@@ -15,6 +15,7 @@ import numpy as np
 
 from . import _philox
 from .errors import InvalidArgument, InvalidType
+from .masks import Mask
 
 # The kinds of elements that arguments may have, as NumPy's letters, and what errors call them.
 REAL = "fiu"
@@ -34,6 +35,7 @@ class Options:
     alibi_slopes: Any = None  # (H,) or (B, H)
     attn_bias: Any = None  # broadcastable to (B, H, Sq, Sk)
     attn_mask: Any = None  # bool, broadcastable likewise; True attends
+    mask: Any = None  # of cupyflash.masks
     seqused_q: Any = None  # (B,)
     seqused_k: Any = None  # (B,)
     learnable_sink: Any = None  # (H,)
@@ -61,6 +63,7 @@ class Block(NamedTuple):
     h: int
     h_k: int
     i: range  # positions of the queries in the sequence
+    len_q: int
     len_k: int
     diagonal: int
     rows: slice  # of the packed q
@@ -115,13 +118,20 @@ class Packed:
                 i = range(first, min(first + ROWS, span.length))
                 rows = slice(span.first + i.start, span.first + i.stop)
                 h_k = h // (self.heads // self.heads_k)
-                yield Block(b, h, h_k, i, span_k.length, diagonal, rows, keys)
+                yield Block(b, h, h_k, i, span.length, span_k.length, diagonal, rows, keys)
 
     def load(self, at: Block, dtype: Any) -> list[np.ndarray]:
         """Return the block's q, k and v."""
         parts = self.q[at.rows, at.h], self.k[at.keys, at.h_k], self.v[at.keys, at.h_k]
         scales = (descale[at.b, at.h_k] for descale in self.descale)
         return [x.astype(dtype) * dtype(scale) for x, scale in zip(parts, scales, strict=True)]
+
+    def sees(self, at: Block) -> Any:
+        """Return which pairs of the block the mask leaves."""
+        mask = self.options.mask
+        if mask is None:
+            return True
+        return mask.keep(np.array(at.i)[:, None], np.arange(at.len_k), at.len_q, at.len_k, at.b)
 
     def keep(self, at: Block) -> Any:
         """Return which scores of the block dropout keeps."""
@@ -249,6 +259,8 @@ def _check_options(o: Options) -> None:
         raise InvalidArgument(
             f'`alignment` must be "bottom_right" or "top_left", got {o.alignment!r}'
         )
+    if not isinstance(o.mask, Mask | None):
+        raise InvalidType(f"`mask` must be one of cupyflash.masks, got {type(o.mask).__name__}")
     if not isinstance(o.causal, bool | np.bool_):
         raise InvalidType(f"`causal` must be a bool, got {o.causal!r:.60}")
     window = o.window_size if isinstance(o.window_size, tuple | list) else ()

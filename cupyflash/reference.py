@@ -5,7 +5,7 @@ For one sequence and one query head, with query i, key j and the diagonal d (Sk 
     t_ij = scale (q_i . k_j)                               scale
     c_ij = softcap tanh(t_ij / softcap)                    softcap
     s_ij = c_ij - slope |i + d - j| + bias_ij              ALiBi, bias
-    s_ij = -inf  where the band or the mask hides it       mask
+    s_ij = -inf  where the band or a mask hides it         mask
     l_i  = log(sum_j exp(s_ij) + exp(sink))                sink; l is the LSE
     P_ij = exp(s_ij - l_i)                                 softmax
     o_i  = sum_j P_ij Z_ij v_j                             dropout (Z: 0 or the rescale), times V
@@ -274,7 +274,7 @@ def _scores(
     sides = o.window_size or (None, None)
     left, right = (math.inf if n in (None, -1) else min(n, 2**53) for n in sides)
     right = min(right, 0) if o.causal else right
-    seen = (-right <= distance) & (distance <= left) & at.tile(packed.mask)
+    seen = (-right <= distance) & (distance <= left) & at.tile(packed.mask) & packed.sees(at)
     return np.where(seen, s, X(-np.inf)), dcap
 
 
