@@ -6,15 +6,27 @@
 struct Softcap {
   static constexpr bool IDENTITY = false;
   struct Params {
-    float cap, inverse;
+    float cap, inverse;  // inverse = 1 / cap
   };
 
-  float cap, inverse;
+  float limit, inverse;
 
-  DEVICE Softcap(const Params &p, int, int, int, int) : cap(p.cap), inverse(p.inverse) {}
+  DEVICE Softcap(const Params &p, int, int, int, int) : limit(fminf(END * p.cap, 3.40282347e38f)), inverse(p.inverse) {}
 
   DEVICE float apply(float score, int, int) const {
-    const float x = score * inverse;
-    return cap * (1.0f - 2.0f * ptx::rcp(1.0f + ptx::ex2(x * 2.885390081777927f)));
+    const float s = ptx::min_nan(ptx::max_nan(score, -limit), limit), x = s * inverse, y = x * x;
+    const float p = polynomial(P, y), q = polynomial(Q, y);
+    return s * (p * ptx::rcp(q));
+  }
+
+ private:
+  // tanh(x) / x = P(x^2) / Q(x^2) up to END, off by 2^-25; beyond, tanh is 1 to 2^-24. One rcp and FMAs of positive
+  // terms: 15 instructions, and a third of the time on the special-function unit that 1 - 2 / (e^2x + 1) takes.
+  static constexpr float END = 9.01f;
+  static constexpr float P[5] = {2308611.5f, 308900.812f, 8068.16064f, 47.5487862f, 0.0307895895f};
+  static constexpr float Q[5] = {2308611.5f, 1078437.62f, 59733.0742f, 758.231812f, 1.79362512f};
+
+  DEVICE static float polynomial(const float (&c)[5], float y) {
+    return (((c[4] * y + c[3]) * y + c[2]) * y + c[1]) * y + c[0];
   }
 };
