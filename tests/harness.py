@@ -12,10 +12,13 @@ from strided import Strided
 import cupyflash
 from cupyflash import _accuracy
 from cupyflash.errors import UnsupportedProblem
+from cupyflash.masks import All, Mask
 
 GPU_KERNEL, HOPPER = "attention_fwd_sm80", "attention_fwd_sm90"  # of every GPU; of one kind
 GPU_KERNELS = (GPU_KERNEL, HOPPER)
 KERNELS = ("cpu", *(pytest.param(kernel, marks=pytest.mark.gpu) for kernel in GPU_KERNELS))
+
+METADATA = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 Result = tuple[np.ndarray, np.ndarray]
 Operand = Strided | np.ndarray
@@ -26,13 +29,34 @@ def strided(array: Operand) -> Strided:
     return array if isinstance(array, Strided) else Strided.of(array)
 
 
+def hosted(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with arrays of NumPy, as the oracle takes them."""
+    return {name: x.host if isinstance(x, Strided) else x for name, x in options.items()}
+
+
+def placed(kernel: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with arrays where a kernel wants them; 64-bit lengths stay on the host."""
+
+    def place(x: Any) -> Any:
+        if isinstance(x, Mask):
+            return All(*(part.bound(*map(place, part.arrays)) for part in x.parts))
+        return strided(x).on(kernel) if isinstance(x, Strided | np.ndarray) else x
+
+    return {
+        name: x if name in METADATA and x.dtype == np.int64 else place(x)
+        for name, x in options.items()
+    }
+
+
 def attend(kernel: str, *arrays: Any, **options: Any) -> Any:
     """Call a kernel by name; what only that of one kind of GPU refuses is skipped, with its words.
 
     The other kernels take every problem of the tests.
     """
+    packed = "cu_seqlens_q" in options
+    function = cupyflash.attention_varlen if packed else cupyflash.attention
     try:
-        return cupyflash.attention(*arrays, kernel=kernel, **options)
+        return function(*arrays, kernel=kernel, **options)
     except UnsupportedProblem as refusal:
         if kernel != HOPPER:
             raise
@@ -67,8 +91,7 @@ def fetch(kernel: str, *arrays: Any) -> Any:
 def run(kernel: str, q: Operand, k: Operand, v: Operand, **options: Any) -> Result:
     """Return (out, lse) of one kernel in NumPy; `out` may be given as a `Strided` to write to."""
     given = options.get("out")
-    if given is not None:
-        options["out"] = given.on(kernel)
+    options = placed(kernel, options)
     out, lse = call(kernel, *(strided(x).on(kernel) for x in (q, k, v)), **options)
     if given is not None:
         return given.written(kernel).host, *fetch(kernel, lse)
@@ -79,12 +102,13 @@ def judge(result: Result, q: Operand, k: Operand, v: Operand, **options: Any) ->
     """Assert that a result has the right shapes and dtypes and obeys the accuracy rule."""
     out, lse = result
     q, k, v = (strided(x).host for x in (q, k, v))
-    batch, len_q, heads, _ = q.shape
-    assert out.shape == (batch, len_q, heads, v.shape[3]), f"out has shape {out.shape}"
+    *outer, length, heads = q.shape[:-1]
+    rows = (*outer, length, heads) if options.get("layout") == "bhsd" else (*outer, heads, length)
+    assert out.shape == (*q.shape[:-1], v.shape[-1]), f"out has shape {out.shape}"
     assert out.dtype == q.dtype, f"out has dtype {out.dtype}"
-    assert lse.shape == (batch, heads, len_q), f"lse has shape {lse.shape}"
+    assert lse.shape == rows, f"lse has shape {lse.shape}"
     assert lse.dtype == np.float32, f"lse has dtype {lse.dtype}"
-    verdict = _accuracy.verdict(out, lse, q, k, v, **options)
+    verdict = _accuracy.verdict(out, lse, q, k, v, **hosted(options))
     assert verdict.ok, verdict.message
 
 
