@@ -2,8 +2,17 @@
 
 __version__ = "0.1.0"
 
-from . import reference
-from ._attention import attention, emulate, explain, kernels, show_versions, supports, warmup
+from . import masks, reference
+from ._attention import (
+    attention,
+    attention_varlen,
+    emulate,
+    explain,
+    kernels,
+    show_versions,
+    supports,
+    warmup,
+)
 from ._philox import dropout_mask
 from .errors import (
     CompileFailed,
@@ -25,10 +34,12 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "attention",
+    "attention_varlen",
     "dropout_mask",
     "emulate",
     "explain",
     "kernels",
+    "masks",
     "reference",
     "show_versions",
     "supports",

@@ -7,12 +7,23 @@ from . import _explain, _kernels, _versions
 from ._call import call
 from ._explain import Explanation
 from ._kernels import KernelInfo
-from ._scalars import architecture, drawn_state, integer
+from ._problem import Form, forms
+from ._scalars import architecture, drawn_state, hint, integer
+from .masks import Mask
 
 if TYPE_CHECKING:
     from ._emulator import Session
 
-__all__ = ["attention", "emulate", "explain", "kernels", "show_versions", "supports", "warmup"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "emulate",
+    "explain",
+    "kernels",
+    "show_versions",
+    "supports",
+    "warmup",
+]
 
 
 def attention(
@@ -28,6 +39,8 @@ def attention(
     alibi_slopes: Any = None,
     attn_bias: Any = None,
     attn_mask: Any = None,
+    mask: Mask | None = None,
+    segment_ids: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
     learnable_sink: Any = None,
@@ -74,9 +87,15 @@ def attention(
     attn_bias : float array, optional
         Added to the scores; broadcastable to (batch, heads_q, len_q, len_k).
     attn_mask : bool array, optional
-        True where a query sees a key; broadcastable likewise.
+        True where a query sees a key; broadcastable likewise. All masks intersect.
+    mask : Mask, optional
+        One of `cupyflash.masks`, or several combined with ``&``; each has a diagonal of its own.
+    segment_ids : integer array (batch, length) or pair of arrays, optional
+        A query sees the keys of its own segment; a pair has the ids of queries and of keys.
     seqused_q, seqused_k : integer array (batch,), optional
-        Lengths in use of each batch entry; what lies beyond never influences anything.
+        Lengths in use of each batch entry; what lies beyond never influences anything. On the host
+        or on the GPU: values of the host are checked and copied, others are clipped to what is
+        there. The same holds for the arrays of masks.
     learnable_sink : float array (heads_q,), optional
         A logit of each head that takes its share of the softmax and adds nothing to the output.
     dropout_p : float
@@ -121,11 +140,14 @@ def attention(
         window_size = (-1, -1)
     if rng_state is None and (dropout_p.__class__ is not float or dropout_p):
         rng_state = drawn_state(q, dropout_p)
-    extras = {}
+    extras: dict[str, Any] = {}
+    masks: tuple[Form, ...] = ()
     if not (
         alibi_slopes is None
         and attn_bias is None
         and attn_mask is None
+        and mask is None
+        and segment_ids is None
         and seqused_q is None
         and seqused_k is None
         and learnable_sink is None
@@ -147,10 +169,123 @@ def attention(
             "v_descale": v_descale,
         }
         extras = {name: value for name, value in named.items() if value is not None}
+        if not (mask is None and segment_ids is None):
+            masks, arrays = forms(mask, segment_ids)
+            extras |= arrays
     scalars = (
         softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, kernel
     )  # fmt: skip
-    return call(q, k, v, out, return_lse, scalars, extras)
+    return call(q, k, v, out, return_lse, scalars, extras, masks)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] | None = (-1, -1),
+    alignment: str = "bottom_right",
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
+    mask: Mask | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    learnable_sink: Any = None,
+    dropout_p: float = 0.0,
+    rng_state: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    kernel: str | None = None,
+) -> Any:
+    """Compute `attention` of sequences that lie one after the other, each with its own keys.
+
+    Sequence b has the rows from ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` of q and of the
+    output, and likewise of k and v; either may be none. What is not explained here is as in
+    `attention`, where a batch entry is a sequence.
+
+    Parameters
+    ----------
+    q : array (total_q, heads_q, head_dim)
+        Queries.
+    k : array (total_k, heads_k, head_dim)
+        Keys.
+    v : array (total_k, heads_k, head_dim_v)
+        Values.
+    cu_seqlens_q, cu_seqlens_k : integer array (batch + 1,)
+        Where the sequences begin, and where the last ends. Lists or arrays of the host are checked
+        and copied; values on the GPU are never read by the host, and clipped to what is there.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Hints, of which no result depends: no sequence is cut there.
+    softmax_scale, causal, window_size, alignment, softcap
+        As in `attention`; the diagonal is that of each sequence.
+    alibi_slopes : float32 array (heads_q,) or (batch, heads_q), optional
+        As in `attention`.
+    attn_bias : float array, optional
+        Added to the scores, by position in the sequence: (batch, heads_q, longest_q, longest_k),
+        where each size may be 1, and the last two may be larger. Beyond its end it repeats.
+    attn_mask : bool array, optional
+        True where a query sees a key; by position likewise.
+    mask : Mask, optional
+        As in `attention`; ``Segments`` are by position in the sequence.
+    seqused_q, seqused_k : integer array (batch,), optional
+        How many rows of each sequence are in use, its first ones.
+    learnable_sink, dropout_p, rng_state, q_descale, k_descale, v_descale
+        As in `attention`.
+    return_lse : bool
+        Whether to return also the log-sum-exp of the scores.
+    out : array, optional
+        Where to write the output, instead of into a new array.
+    kernel : str, optional
+        Name of the kernel to use, one of `kernels`.
+
+    Returns
+    -------
+    out : array (total_q, heads_q, head_dim_v)
+        Rows that are of no sequence, or not in use, get 0.
+    lse : array (heads_q, total_q)
+        Only with ``return_lse``; -inf in those rows.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType, UnsupportedProblem
+        As `attention` does.
+    """
+    hint("max_seqlen_q", max_seqlen_q)
+    hint("max_seqlen_k", max_seqlen_k)
+    if window_size is None:
+        window_size = (-1, -1)
+    if rng_state is None:
+        rng_state = drawn_state(q, dropout_p)
+    named = {
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": attn_bias,
+        "attn_mask": attn_mask,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "learnable_sink": learnable_sink,
+        "rng_state": rng_state,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    extras = {name: value for name, value in named.items() if value is not None}
+    masks, arrays = forms(mask)
+    extras |= arrays | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    scalars = (
+        softmax_scale, causal, window_size, alignment, softcap, dropout_p, "bshd", kernel
+    )  # fmt: skip
+    return call(q, k, v, out, return_lse, scalars, extras, masks)
 
 
 def emulate(*, seed: int = 0, arch: int | str = 90) -> "AbstractContextManager[Session]":

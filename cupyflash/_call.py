@@ -1,10 +1,12 @@
 """One forward call: facts that were seen before replay a plan, others are checked and planned.
 
 A call's *facts* are all that its plan depends on: shapes, strides, dtypes, devices, the alignment
-of the pointers, and the scalar arguments. They are looked up before anything is checked.
+of the pointers, and the scalar arguments. They are looked up before anything is checked. Values of
+lengths that lie in host memory are no facts: each call checks them, and copies them to the GPU.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +16,24 @@ from ._array import HOST, ITEMSIZES, Adapter, Array, adapter_of, contiguous_stri
 from ._array.host import contiguous_last, host_view
 from ._array.torch_arrays import Dynamo
 from ._kernels import HOST_KERNELS, select
-from ._launch import EMULATOR, Bound, bind
+from ._launch import EMULATOR, Bound, Launch, Words, bind
+from ._philox import seed_offset
 from ._plans import Recent
-from ._problem import DESCALES, LAYOUTS, Problem, describe, host_metadata
-from ._scalars import factor, flag, recorded_state, refuse_gradient
+from ._problem import (
+    DESCALES,
+    LAYOUTS,
+    Extent,
+    Form,
+    Problem,
+    describe,
+    extents,
+    host_metadata,
+    is_metadata,
+    recheck,
+)
+from ._scalars import factor, flag, random_state, recorded_state, refuse_gradient
 from ._views import permuted, span
+from .errors import InvalidArgument
 
 __all__ = ["PLANS", "SCALARS", "call", "lse_shape"]
 
@@ -36,12 +51,24 @@ SCALARS = (
 # Types whose equal values mean the same, always: a tensor equals itself after it has changed.
 PLAIN = {type(None), bool, int, float, str, tuple, np.bool_, np.float64, np.float32}
 
-REPLAYED = frozenset(DESCALES)  # the extras that calls with a plan may have
-
 PLANS = Recent(1024)
 
 Pointers = tuple[int, int, int, int]  # of q, k, v and out, 0 for an output to allocate
 Allocation = tuple[tuple[int, ...], tuple[int, ...], str, int]  # for `Adapter.empty_strided`
+
+
+Span = tuple[int, int]  # the first byte and the end, from the pointer
+
+
+class Extras(NamedTuple):
+    """The arguments beyond q, k, v and out, as a plan takes them."""
+
+    facts: tuple[Any, ...]
+    words: dict[str, tuple[int, ...]]  # by name: an address, or 0 and the random state
+    hosted: dict[str, Array]  # metadata in host memory
+
+
+NONE = Extras((), {}, {})
 
 
 class Plan(NamedTuple):
@@ -51,7 +78,15 @@ class Plan(NamedTuple):
     device: int
     out: Allocation
     lse: Allocation
-    spans: tuple[tuple[int, int], ...]  # of q, k, v and out: first byte and end, from the pointer
+    spans: tuple[Span, ...]  # of q, k, v and out
+    problem: Problem
+    places: tuple[tuple[str, int], ...]  # where the words of extras go
+    reach: tuple[tuple[str, Span], ...]  # of extras
+    extents: tuple[Extent, ...]
+
+    def words(self, extras: Extras) -> Words:
+        """Return what a call has in the place of the planned one's."""
+        return tuple((at, extras.words[name]) for name, at in self.places)
 
 
 class Request(NamedTuple):
@@ -64,6 +99,7 @@ class Request(NamedTuple):
     return_lse: bool
     scalars: tuple[Any, ...]
     extras: dict[str, Any]
+    masks: tuple[Form, ...] = ()
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays that there are, by name; lengths may be plain lists."""
@@ -82,17 +118,20 @@ def call(
     return_lse: bool,
     scalars: tuple[Any, ...],
     extras: dict[str, Any],
+    masks: tuple[Form, ...] = (),
 ) -> Any:
     """Compute attention.
 
     Parameters
     ----------
     q, k, v, out, return_lse
-        As `cupyflash.attention` takes them.
+        As `cupyflash.attention` takes them, or `cupyflash.attention_varlen`.
     scalars : tuple
         The values of `SCALARS`.
     extras : dict of str to object
-        The other array arguments that are not None, by name, and rng_state.
+        The other array arguments that are not None, by name, those of masks, and rng_state.
+    masks : tuple of Form
+        What extras has the arrays of.
 
     Returns
     -------
@@ -105,19 +144,23 @@ def call(
         return_lse = flag("return_lse", return_lse)
     kind, key = type(q), None
     if adapter.framework == "jax" or (adapter.foreign and kind is not Array):
-        return _elsewhere(adapter, Request(q, k, v, out, return_lse, scalars, extras))
-    known = not extras or (out is None and REPLAYED.issuperset(extras))
-    if known and type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
+        return _elsewhere(adapter, Request(q, k, v, out, return_lse, scalars, extras, masks))
+    if type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
+        others = NONE
         try:
             key, pointers = _facts(adapter, q, k, v, out, scalars)
             if extras:
-                key += _places(adapter, kind, extras)
+                others = _others(adapter, kind, extras)
+                key = (key, masks, others.facts)
             plan = PLANS.get(key)
         except (TypeError, ValueError):  # unhashable, or no plain array: the checks say which
             key = plan = None
-        if plan is not None and (out is None or _apart(plan, pointers)):
-            return _replay(plan, adapter, pointers, out, return_lse)
-    return _cold(adapter, Request(q, k, v, out, return_lse, scalars, extras), key)
+        if plan is not None and (out is None or _apart(plan, pointers, others)):
+            if others.hosted:
+                return _copied(plan, adapter, pointers, out, return_lse, others)
+            words = plan.words(others) if extras else ()
+            return _replay(plan, adapter, pointers, out, return_lse, words)
+    return _cold(adapter, Request(q, k, v, out, return_lse, scalars, extras, masks), key)
 
 
 def _facts(
@@ -135,53 +178,114 @@ def _facts(
     return key, (at_q, at_k, at_v, at_out)
 
 
-def _places(adapter: Adapter, kind: type, descales: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what the key of a call has of its descales: a plan holds their addresses."""
-    if any(type(x) is not kind for x in descales.values()):
-        raise TypeError("a number, which gets an address in each call")
-    facts, pointer = adapter.facts, adapter.pointer
-    return tuple((name, facts(x), pointer(x)) for name, x in descales.items())
+def _others(adapter: Adapter, kind: type, extras: dict[str, Any]) -> Extras:
+    """Return what a plan needs of the other arguments; TypeError where there can be no plan."""
+    facts: list[Any] = []
+    words: dict[str, tuple[int, ...]] = {}
+    hosted: dict[str, Array] = {}
+    for name, x in extras.items():
+        if type(x) is kind and adapter.device(x) != HOST:
+            at = adapter.pointer(x)
+            facts.append((name, adapter.facts(x), at if name in DESCALES else at & 7))
+            words[name] = (at,)
+        elif name == "rng_state":
+            facts.append(name)
+            words[name] = (0, *_pair(x))
+        elif is_metadata(name):
+            x = host_metadata(x, name)
+            hosted[name] = record = adapter_of(x, name).array(x, name)
+            if record.device != HOST:
+                raise TypeError("metadata of another framework")
+            facts.append((name, record.shape, record.dtype))
+        else:
+            raise TypeError("an array of another framework, or a number")
+    return Extras(tuple(facts), words, hosted)
 
 
-def _apart(plan: Plan, pointers: Pointers) -> bool:
+def _pair(rng_state: Any) -> tuple[int, int]:
+    """Return a random state of host memory."""
+    if type(rng_state) is tuple:
+        return seed_offset(rng_state)
+    state = random_state(recorded_state(rng_state), True, HOST)
+    if isinstance(state, Array) or state is None:
+        raise TypeError("a state of another framework on a GPU")
+    return state
+
+
+def _apart(plan: Plan, pointers: Pointers, others: Extras) -> bool:
     """Whether the output's bytes, with the gaps between its rows, hold none of the inputs'."""
     first, end = (pointers[3] + offset for offset in plan.spans[3])
     return all(
         end <= pointer + low or pointer + high <= first
         for pointer, (low, high) in zip(pointers[:3], plan.spans, strict=False)
+    ) and all(
+        end <= others.words[name][0] + low or others.words[name][0] + high <= first
+        for name, (low, high) in plan.reach
     )
 
 
-def _replay(plan: Plan, adapter: Adapter, pointers: Pointers, out: Any, return_lse: bool) -> Any:
+def _copied(
+    plan: Plan,
+    adapter: Adapter,
+    pointers: Pointers,
+    out: Any,
+    return_lse: bool,
+    others: Extras,
+) -> Any:
+    """Check the metadata of host memory, and replay a plan with copies of it on the GPU."""
+    recheck(plan.problem, plan.extents, others.hosted)
+    with device_guard(plan.device):
+        copies = _uploaded(adapter, others.hosted, plan.device)
+    there = {name: (adapter.pointer(x),) for name, x in copies.items()}
+    words = plan.words(others._replace(words=others.words | there))
+    return _replay(plan, adapter, pointers, out, return_lse, words)
+
+
+def _uploaded(adapter: Adapter, hosted: Mapping[str, Array], device: int) -> dict[str, Any]:
+    """Copy metadata to a device, which is current, on the caller's stream."""
+    if hosted and adapter.capturing(device):
+        name = min(hosted)
+        raise InvalidArgument(
+            f"`{name}` is in host memory, whose values a CUDA graph capture cannot copy: "
+            f"pass it as an array on device {device}"
+        )
+    return {name: adapter.upload(host_view(x), device) for name, x in hosted.items()}
+
+
+def _replay(
+    plan: Plan, adapter: Adapter, pointers: Pointers, out: Any, return_lse: bool, words: Words = ()
+) -> Any:
     """Allocate what is to be returned and launch, on the caller's current stream."""
-    bound, device, out_like, lse_like, _ = plan
+    bound, device, out_like, lse_like = plan[:4]
     at_q, at_k, at_v, at_out = pointers
     with device_guard(device):
         if out is None:
             out = adapter.empty_strided(*out_like)
             at_out = adapter.pointer(out)
         if not return_lse:
-            bound(at_q, at_k, at_v, at_out, 0, adapter.stream(device))
+            bound(at_q, at_k, at_v, at_out, 0, adapter.stream(device), words)
             return out
         lse = adapter.empty_strided(*lse_like)
-        bound(at_q, at_k, at_v, at_out, adapter.pointer(lse), adapter.stream(device))
+        bound(at_q, at_k, at_v, at_out, adapter.pointer(lse), adapter.stream(device), words)
     return out, lse
 
 
 def _elsewhere(adapter: Adapter, request: Request) -> Any:
     """Hand a call over to JAX, or compute it through the records of an unknown library's arrays."""
-    q, k, v, out, return_lse, scalars, extras = request
+    q, k, v, out, return_lse, scalars, extras, masks = request
     if adapter.framework == "jax":
         from . import _jax
 
         options = dict(zip(SCALARS, scalars, strict=True))
+        if masks:
+            options["masks"] = masks
         return _jax.attention(q, k, v, out=out, return_lse=return_lse, **options, **extras)
     admitted = {
         name: x if _is_number(name, x) else adapter_of(x, name).admit(x, name)
         for name, x in request.arrays().items()
     }
     q, k, v, record = (admitted.pop(name, None) for name in ("q", "k", "v", "out"))
-    result = call(q, k, v, record, return_lse, scalars, {**extras, **admitted})
+    result = call(q, k, v, record, return_lse, scalars, {**extras, **admitted}, masks)
     first, *rest = result if return_lse else (result,)
     first = adapter.deliver(first) if out is None else out
     return (first, *map(adapter.deliver, rest)) if return_lse else first
@@ -198,6 +302,7 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
         refuse_gradient(own, x, name)
     options = dict(zip(SCALARS, request.scalars, strict=True))
     options["rng_state"] = recorded_state(request.extras.get("rng_state"))
+    options["masks"] = request.masks
     device = arrays["q"].device
     if device == HOST:
         return _on_host(adapter, request, arrays, options)
@@ -227,19 +332,21 @@ def _on_host(
     described = {key: value for key, value in options.items() if key != "kernel"}
     arch = None if emulator is None else emulator.arch
     problem, operands = describe(arrays, arch=arch, **described)
-    axes = LAYOUTS[options["layout"]]
     kernel = select(problem, name)
     if kernel.run is None and any(array.strides[3] != 1 for array in operands[:3]):
         arrays = arrays | {x: contiguous_last(arrays[x]) for x in ("q", "k", "v")}
         return _on_host(adapter, request, arrays, options)
     out, lse, sums = request.out, None, None
     if out is None:
-        like = permuted(operands.out, axes)
-        out = adapter.empty_strided(like.shape, like.strides, like.dtype, HOST)
-        operands = operands._replace(out=permuted(adapter.array(out, "out"), axes))
+        out = adapter.empty_strided(*_like(problem, operands.out, options["layout"]), HOST)
+        record = adapter.array(out, "out")
+        operands = operands._replace(
+            out=operands.out._replace(pointer=record.pointer, owner=record.owner)
+        )
     if request.return_lse:
         lse = adapter.empty(lse_shape(problem), problem.lse_dtype, HOST)
         sums = host_view(adapter.array(lse, "lse"))
+        sums = sums[None] if problem.packed else sums
     if kernel.run is not None:
         kernel.run(problem, operands, sums)
     else:
@@ -254,28 +361,63 @@ def _on_device(
 ) -> Any:
     """Plan a call on a GPU, whose device is current, and run the plan."""
     device, name = arrays["q"].device, options.pop("kernel")
-    problem, operands = describe(arrays, arch=_jit.compute_capability(device), **options)
+    arch = _jit.compute_capability(device)
+    problem, operands = describe(arrays, arch=arch, **options)
     kernel = select(problem, name)
     if any(array.strides[3] != 1 for array in operands[:3]):
         q, k, v = (adapter.contiguous_last(x) for x in request[:3])
         return call(q, k, v, *request[3:])
+    hosted = {x: array for x, array in arrays.items() if is_metadata(x) and array.device == HOST}
+    copies = _uploaded(adapter, hosted, device)
+    if copies:
+        arrays = arrays | {x: adapter.array(copy, x) for x, copy in copies.items()}
+        problem, operands = describe(arrays, arch=arch, **options)
     assert kernel.launch is not None
     launch = kernel.launch(problem, operands)
-    out = permuted(operands.out, LAYOUTS[options["layout"]])
     four = operands[:4]
+    extras = {x: arrays[x] for x in request.extras if x in arrays}
     plan = Plan(
         bound=bind(launch, device, capturing=adapter.capturing(device)),
         device=device,
-        out=(out.shape, out.strides, out.dtype, device),
+        out=(*_like(problem, operands.out, options["layout"]), device),
         lse=(lse_shape(problem), contiguous_strides(lse_shape(problem)), problem.lse_dtype, device),
-        spans=tuple(span(array, ITEMSIZES[array.dtype]) for array in four),
+        spans=tuple(_span(array) for array in four),
+        problem=problem,
+        places=_named_places(launch, request.masks),
+        reach=tuple((x, _span(array)) for x, array in extras.items() if x not in hosted),
+        extents=extents(problem, operands, request.masks),
     )
-    if key is not None:
+    if key is not None and _replays(plan, request.extras):
         PLANS.put(key, plan)
     at_q, at_k, at_v, at_out = (array.pointer for array in four)
     return _replay(plan, adapter, (at_q, at_k, at_v, at_out), request.out, request.return_lse)
 
 
-def lse_shape(problem: Problem) -> tuple[int, int, int]:
+def _like(
+    problem: Problem, out: Array, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """Return shape, strides and dtype of the output as the caller has it."""
+    view = permuted(out, LAYOUTS[layout])
+    return view.shape[problem.packed :], view.strides[problem.packed :], view.dtype
+
+
+def _span(array: Array) -> Span:
+    return span(array, ITEMSIZES[array.dtype])
+
+
+def _named_places(launch: Launch, masks: tuple[Form, ...]) -> tuple[tuple[str, int], ...]:
+    """Return where a launch's Params hold the addresses of extras, by their names."""
+    arrays = [name for form in masks for name in form.names]
+    return tuple((x if isinstance(x, str) else arrays[x], at) for x, at in launch.places)
+
+
+def _replays(plan: Plan, extras: Mapping[str, Any]) -> bool:
+    """Whether a plan has a place for all that changes between calls of the same facts."""
+    fixed = {*DESCALES} if plan.problem.dropout_p else {*DESCALES, "rng_state"}
+    return extras.keys() - fixed <= {name for name, _ in plan.places}
+
+
+def lse_shape(problem: Problem) -> tuple[int, ...]:
     """Return the shape of the log-sum-exp."""
-    return (problem.batch, problem.heads_q, problem.len_q)
+    shape = (problem.heads_q, problem.len_q)
+    return shape if problem.packed else (problem.batch, *shape)

@@ -60,6 +60,7 @@ class Launch:
     maps: tuple[tuple[int, TensorMap], ...] = ()  # by offset in params, which leaves room for them
     persistent: bool = False  # a block computes tile after tile: one a multiprocessor is enough
     tickets: bool = False  # whether the blocks draw the numbers of their tiles, see _tickets
+    places: tuple[tuple[str | int, int], ...] = ()  # of other addresses, see _modifiers.places
 
     def blocks(self, multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid on a device of so many multiprocessors."""
@@ -158,38 +159,57 @@ def execute(launch: Launch, device: int, stream: int) -> None:
         load(launch, device)(launch.complete(encode), stream)
 
 
+Words = tuple[tuple[int, tuple[int, ...]], ...]  # by offset in Params
+
+
 class Bound:
-    """A forward launch bound to its loaded kernel: a warm call rewrites the five pointers."""
+    """A forward launch bound to its loaded kernel: a warm call rewrites the five pointers.
+
+    ``words`` are others that it rewrites, where Launch.places says.
+    """
 
     __slots__ = ("_loaded", "_rest")
+    start = POINTERS.size  # of what does not change, or only by words
 
     def __init__(self, loaded: Loaded | None, launch: Launch) -> None:
         self._loaded = loaded  # None: there is no block to launch
-        self._rest = launch.params[POINTERS.size :]
+        self._rest = launch.params[self.start :]
 
-    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+    def __call__(
+        self, q: int, k: int, v: int, out: int, lse: int, stream: int, words: Words = ()
+    ) -> None:
         """Launch on these pointers (``lse`` may be 0) and a raw stream of the current device."""
         if self._loaded is not None:
-            self._loaded(POINTERS.pack(q, k, v, out, lse) + self._rest, stream)
+            rest = self._changed(words) if words else self._rest
+            self._loaded(POINTERS.pack(q, k, v, out, lse) + rest, stream)
+
+    def _changed(self, words: Words) -> bytes:
+        rest = bytearray(self._rest)
+        for offset, values in words:
+            struct.pack_into(f"<{len(values)}Q", rest, offset - self.start, *values)
+        return bytes(rest)
 
 
 class BoundMaps(Bound):
     """The same for a kernel that takes tensor maps of q, k, v and out, which move with them."""
 
     __slots__ = ("_k", "_out", "_q", "_tickets", "_v")
+    start = MAPS_BYTES + OUTPUTS.size
 
     def __init__(self, loaded: Loaded, launch: Launch, device: int) -> None:
-        self._loaded = loaded
+        super().__init__(loaded, launch)
         self._q, self._k, self._v, self._out = (moving(tensor) for _, tensor in launch.maps)
         self._tickets = _tickets.of(loaded.function, device) if launch.tickets else None
-        self._rest = launch.params[MAPS_BYTES + OUTPUTS.size :]
 
-    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+    def __call__(
+        self, q: int, k: int, v: int, out: int, lse: int, stream: int, words: Words = ()
+    ) -> None:
         """Launch on these pointers (``lse`` may be 0) and a raw stream of the current device."""
         maps = self._q(q), self._k(k), self._v(v), self._out(out)
         assert self._loaded is not None
         tickets = 0 if self._tickets is None else self._tickets(stream)
-        self._loaded(b"".join((*maps, OUTPUTS.pack(out, lse, tickets), self._rest)), stream)
+        rest = self._changed(words) if words else self._rest
+        self._loaded(b"".join((*maps, OUTPUTS.pack(out, lse, tickets), rest)), stream)
 
 
 def bind(launch: Launch, device: int, *, capturing: bool = False) -> Bound:

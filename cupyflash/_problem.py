@@ -21,8 +21,8 @@ from .errors import InvalidArgument, InvalidType
 from .masks import Band, Mask, Segments
 
 __all__ = [
-    "DESCALES", "LAYOUTS", "MODIFIERS", "Form", "Operands", "Problem", "describe", "forms",
-    "host_metadata", "is_metadata", "stand_in",
+    "DESCALES", "LAYOUTS", "MODIFIERS", "Extent", "Form", "Operands", "Problem", "describe",
+    "extents", "forms", "host_metadata", "is_metadata", "recheck", "stand_in",
 ]  # fmt: skip
 
 Shape = tuple[str, ...]
@@ -86,6 +86,14 @@ class Form(NamedTuple):
     argument: str  # that it came by
     mask: Mask  # static
     names: tuple[str, ...]  # of its arrays, in the order of Mask.shapes
+
+
+class Extent(NamedTuple):
+    """How many positions an array has, for packed sequences."""
+
+    name: str
+    word: str  # "len_q" or "len_k"
+    size: int
 
 
 @dataclass(frozen=True)
@@ -211,9 +219,11 @@ def describe(
         for form in rest
     )
     if "out" in operands:
-        _check_out(operands)
+        _check_out({**arrays, **operands})
     else:
         operands["out"] = permuted(_fresh(arrays["q"], sizes["head_dim_v"]), axes)
+    if arch is not None:
+        _check_alignment(arrays)
     if packed:
         operands |= {name: _one_entry(operands[name]) for name in ("q", "k", "v", "out")}
     dtype = arrays["q"].dtype
@@ -228,11 +238,50 @@ def describe(
         dtypes=tuple((name, operands[name].dtype) for name in MODIFIERS if name in operands),
         packed=packed,
         arch=arch,
-        width=_width(operands, arch),
+        width=_width(operands),
         odd_stride=_odd_stride(operands),
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
     return problem, Operands(**operands, rng_state=state, masks=mask_operands)
+
+
+def recheck(problem: Problem, extents: Iterable[Extent], metadata: Mapping[str, Array]) -> None:
+    """Check other values of the host's metadata for a problem that was described before.
+
+    Parameters
+    ----------
+    problem : Problem
+        What `describe` returned.
+    extents : iterable of Extent
+        What `extents` returned.
+    metadata : mapping of str to Array
+        All metadata that lies in host memory, of the same shapes as before.
+    """
+    sizes = {"len_q": problem.len_q, "len_k": problem.len_k}
+    longest = _check_lengths(metadata, sizes, problem.packed)
+    for extent in extents:
+        _check_extent(extent, longest)
+
+
+def extents(problem: Problem, operands: Operands, masks: Iterable[Form]) -> tuple[Extent, ...]:
+    """Return how far the arrays reach that have the positions of packed sequences."""
+    if not problem.packed:
+        return ()
+    named = [
+        (name, x, SCORES)
+        for name, x in (("attn_bias", operands.attn_bias), ("attn_mask", operands.attn_mask))
+        if x is not None
+    ]
+    forms = [form for form in masks if form.mask.shapes]
+    own = [arrays for arrays in operands.masks if arrays]
+    for form, arrays in zip(forms, own, strict=True):
+        named += zip(form.names, arrays, form.mask.shapes.values(), strict=True)
+    return tuple(
+        Extent(name, word, size)
+        for name, x, words in named
+        for word, size in zip(words, x.shape, strict=True)
+        if word in POSITIONS and size != 1
+    )
 
 
 def forms(mask: Any = None, segment_ids: Any = None) -> tuple[tuple[Form, ...], dict[str, Any]]:
@@ -420,15 +469,21 @@ def _spread(
             f"got shape {array.shape}"
         )
     for word, size in free.items():
-        most = longest[word]
-        if size != 1 and ((most is not None and size < most) or (size == 0 and sizes[word])):
-            side = "queries" if word == "len_q" else "keys"
-            known = "" if most is None else f" and the longest sequence has {most}"
-            raise InvalidArgument(
-                f"`{name}` of shape {array.shape} has {size} {side}{known}: "
-                "it needs one for each position of a sequence, or 1 for all"
-            )
+        if size != 1 and sizes[word]:
+            _check_extent(Extent(name, word, size), longest)
     return view
+
+
+def _check_extent(extent: Extent, longest: Mapping[str, int | None]) -> None:
+    """Check that an array has every position of the longest sequence, where that is known."""
+    most = longest[extent.word]
+    if extent.size < (1 if most is None else most):
+        side = "queries" if extent.word == "len_q" else "keys"
+        known = "" if most is None else f" and the longest sequence has {most}"
+        raise InvalidArgument(
+            f"`{extent.name}` has {extent.size} {side}{known}: "
+            "it needs one for each position of a sequence, or 1 for all"
+        )
 
 
 def _in_layout(words: Shape, axes: tuple[int, ...]) -> str:
@@ -502,14 +557,14 @@ def _check_bounds(bounds: np.ndarray, name: str, word: str, total: int) -> None:
         )
 
 
-def _check_out(operands: Mapping[str, Array]) -> None:
+def _check_out(arrays: Mapping[str, Array]) -> None:
     """Check that ``out`` can be written without changing an input."""
-    out = operands["out"]
+    out = arrays["out"]
     if out.readonly:
         raise InvalidArgument("`out` is read-only: pass a writable array")
-    if out.shape[3] > 1 and out.strides[3] != 1:
+    if out.shape[-1] > 1 and out.strides[-1] != 1:
         raise InvalidArgument(
-            f"`out` must have a contiguous last dimension, got stride {out.strides[3]}: "
+            f"`out` must have a contiguous last dimension, got stride {out.strides[-1]}: "
             "pass a C-contiguous array"
         )
     if overlaps_itself(out):
@@ -517,7 +572,7 @@ def _check_out(operands: Mapping[str, Array]) -> None:
             f"`out` must not overlap itself, got strides {out.strides} for shape {out.shape}: "
             "pass a C-contiguous array"
         )
-    for name, array in operands.items():
+    for name, array in arrays.items():
         if name != "out" and overlap(out, array):
             raise InvalidArgument(f"`out` must not overlap `{name}`: pass an array of its own")
 
@@ -541,16 +596,22 @@ def _one_entry(array: Array) -> Array:
     return array._replace(shape=shape, strides=normal_strides(shape, (0, *array.strides)))
 
 
-def _width(operands: Mapping[str, Array], arch: int | None) -> int:
-    """Return the bytes of the widest access, at most 16, that every row of every array allows."""
-    width = 16
-    for name in ("q", "k", "v", "out"):
-        array, itemsize = operands[name], ITEMSIZES[operands[name].dtype]
-        if array.pointer % itemsize and arch is not None:
+def _check_alignment(arrays: Mapping[str, Array]) -> None:
+    """Check that a GPU can read every array's elements."""
+    for name, array in arrays.items():
+        itemsize = ITEMSIZES[array.dtype]
+        if array.pointer % itemsize:
             raise InvalidArgument(
                 f"`{name}` starts at address {array.pointer:#x}, which is no multiple of the "
                 f"{itemsize} bytes of its dtype: pass an aligned array"
             )
+
+
+def _width(operands: Mapping[str, Array]) -> int:
+    """Return the bytes of the widest access, at most 16, that all rows of q, k, v and out allow."""
+    width = 16
+    for name in ("q", "k", "v", "out"):
+        array, itemsize = operands[name], ITEMSIZES[operands[name].dtype]
         width = math.gcd(width, array.pointer)
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             width = math.gcd(width, stride * itemsize if size > 1 else 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._array import HOST, Adapter, Array, adapter_of
+from ._array import HOST, Adapter, Array, adapter_of, host_dtype
 from ._array.host import host_view
 from ._philox import seed_offset, threshold
 from .errors import InvalidArgument, InvalidType, UnsupportedProblem
@@ -19,6 +19,7 @@ __all__ = [
     "drawn_state",
     "factor",
     "flag",
+    "hint",
     "integer",
     "number",
     "random_state",
@@ -64,6 +65,12 @@ def random_state(rng_state: Any, needed: bool, device: int) -> tuple[int, int] |
                 f"`rng_state` is on CUDA device {rng_state.device}, `q` is not: "
                 "pass two integers (seed, offset)"
             )
+        like = np.broadcast_to(np.zeros((), host_dtype(rng_state.dtype)), rng_state.shape)
+        seed_offset(like)  # refuses other types and shapes
+        if rng_state.strides != (1,):
+            raise InvalidArgument(
+                f"`rng_state` must be contiguous, got stride {rng_state.strides[0]}: pass a copy"
+            )
         return rng_state
     if rng_state is None:
         return None
@@ -77,12 +84,12 @@ def recorded_state(rng_state: Any) -> Any:
     return adapter_of(rng_state, "rng_state").array(rng_state, "rng_state")
 
 
-def drawn_state(q: Any, dropout_p: Any) -> tuple[int, int] | None:
+def drawn_state(q: Any, dropout_p: Any) -> Any:
     """Return a new state of dropout where it is needed and q's framework has a generator."""
     adapter = adapter_of(q, "q")
     if adapter.draw is None or not threshold(number("dropout_p", dropout_p)):
         return None
-    return adapter.draw() if adapter.array(q, "q").device == HOST else None
+    return adapter.draw(adapter.array(q, "q").device)
 
 
 def architecture(arch: Any) -> int:
@@ -103,6 +110,12 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidType(f"`{name}` must be an integer, got {value!r:.60}") from None
+
+
+def hint(name: str, value: Any) -> None:
+    """Check a length that no result depends on."""
+    if value is not None and integer(name, value) < 0:
+        raise InvalidArgument(f"`{name}` must be a length from 0 on, or None, got {value}")
 
 
 def number(name: str, value: Any) -> float:

@@ -87,6 +87,7 @@ class FakeAdapter(Adapter):
     def __init__(self) -> None:
         self.recording = False
         self.copies = 0
+        self.uploads = 0
         self.allocated: list[tuple[tuple[int, ...], str]] = []
 
     def facts(self, x: FakeArray) -> tuple[Any, ...]:
@@ -94,6 +95,9 @@ class FakeAdapter(Adapter):
 
     def pointer(self, x: FakeArray) -> int:
         return x.host.ctypes.data if x.host.size else 0
+
+    def device(self, x: FakeArray) -> int:
+        return x.device
 
     def array(self, x: FakeArray, name: str) -> Array:
         strides = element_strides(x.host.shape, x.host.strides, x.host.itemsize, name)
@@ -109,6 +113,10 @@ class FakeAdapter(Adapter):
         host = empty_strided(shape, strides, dtype)
         host[...] = np.nan
         return FakeArray(host, device)
+
+    def upload(self, x: np.ndarray, device: int) -> FakeArray:
+        self.uploads += 1
+        return FakeArray(x.copy(), device)
 
     def full(self, value: float, device: int) -> FakeArray:
         return FakeArray(np.full((), value, np.float32), device)

@@ -39,14 +39,14 @@ class Array(NamedTuple):
 class Adapter(abc.ABC):
     """The bridge to one framework; ``adapter_of`` finds it.
 
-    The methods that a warm call uses (``facts``, ``pointer``, ``stream``, ``empty_strided``) check
-    nothing; ``array`` checks all, and has run once for every value of ``facts`` that has a plan.
+    The methods that a warm call uses (``facts``, ``pointer``, ``device``, ``stream``,
+    ``empty_strided``) check nothing; ``array`` checks all, and has run once for every value of ``facts`` that has a plan.
     """
 
     framework: ClassVar[str]
     foreign: ClassVar[bool] = False  # arrays must pass `admit` first, results `deliver` last
     plain: tuple[type, ...] = ()  # the classes that are taken; empty: all that are recognised
-    draw: Callable[[], tuple[int, int]] | None = None  # a random state of the host's generator
+    draw: Callable[[int], Any] | None = None  # a random state from a device's generator
 
     @abc.abstractmethod
     def facts(self, x: Any) -> tuple[Any, ...]:
@@ -55,6 +55,10 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def pointer(self, x: Any) -> int:
         """Return the address of the first element."""
+
+    def device(self, x: Any) -> int:
+        """Return the CUDA ordinal of the device that ``x`` is on, or ``HOST``."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def array(self, x: Any, name: str) -> Array:
@@ -74,6 +78,13 @@ class Adapter(abc.ABC):
         """Allocate a float32 array of one element and no dimension, filled on the caller's stream.
 
         ``device`` must be current.
+        """
+        raise NotImplementedError
+
+    def upload(self, x: np.ndarray, device: int) -> Any:
+        """Copy integers of host memory to a device, which must be current, on the caller's stream.
+
+        The host does not wait, and may change ``x`` at once.
         """
         raise NotImplementedError
 

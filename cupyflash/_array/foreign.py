@@ -103,6 +103,9 @@ class ForeignAdapter(Adapter):
     def pointer(self, x: Array) -> int:
         return x.pointer
 
+    def device(self, x: Array) -> int:
+        return x.device
+
     def array(self, x: Any, name: str) -> Array:
         return self.admit(x, name)
 
@@ -125,6 +128,19 @@ class ForeignAdapter(Adapter):
             owner = import_cupy().full((), value, "float32")
             pointer = owner.data.ptr
         return Array(pointer, (), (), "float32", device, self.framework, False, owner)
+
+    def upload(self, x: np.ndarray, device: int) -> Array:
+        owner = import_cupy().array(x)
+        return Array(
+            pointer=owner.data.ptr,
+            shape=x.shape,
+            strides=contiguous_strides(x.shape),
+            dtype=x.dtype.name,
+            device=device,
+            framework=self.framework,
+            readonly=False,
+            owner=owner,
+        )
 
     def contiguous_last(self, x: Array) -> Array:
         if x.device == HOST or x.shape[-1] <= 1 or x.strides[-1] == 1:

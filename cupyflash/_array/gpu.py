@@ -26,6 +26,9 @@ class CupyAdapter(Adapter):
     def pointer(self, x: Any) -> int:
         return x.data.ptr
 
+    def device(self, x: Any) -> int:
+        return x.data.device_id
+
     def array(self, x: Any, name: str) -> Array:
         dtype = dtype_name(x.dtype, name)
         return Array(
@@ -46,6 +49,9 @@ class CupyAdapter(Adapter):
 
     def full(self, value: float, device: int) -> Any:
         return self._cupy.full((), value, "float32")
+
+    def upload(self, x: np.ndarray, device: int) -> Any:
+        return self._cupy.array(x)
 
     def contiguous_last(self, x: Any) -> Any:
         return contiguous_last(self._cupy, x)

@@ -21,6 +21,9 @@ class NumpyAdapter(Adapter):
     def pointer(self, x: np.ndarray) -> int:
         return int(x.__array_interface__["data"][0])
 
+    def device(self, x: np.ndarray) -> int:
+        return HOST
+
     def array(self, x: np.ndarray, name: str) -> Array:
         dtype = dtype_name(x.dtype, name)
         return Array(

@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+import numpy as np
+
 from ..errors import InvalidArgument, InvalidType
 from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
 
@@ -57,6 +59,9 @@ class TorchAdapter(Adapter):
         if x.numel():
             raise InvalidType(f"a tensor on {x.device} without memory to read: pass a plain one")
         return 0
+
+    def device(self, x: Any) -> int:
+        return x.get_device()  # -1 for the CPU
 
     def array(self, x: Any, name: str) -> Array:
         self._check_kind(x, name)
@@ -116,14 +121,20 @@ class TorchAdapter(Adapter):
         where = "cpu" if device == HOST else device
         return self._torch.full((), value, dtype=self._torch.float32, device=where)
 
+    def upload(self, x: np.ndarray, device: int) -> Any:
+        # From pageable memory of its own: the driver has taken the bytes when this returns.
+        return self._torch.from_numpy(x.copy()).to(device, non_blocking=True)
+
     def contiguous_last(self, x: Any) -> Any:
         return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 
     def capturing(self, device: int) -> bool:
         return bool(self._torch.cuda.is_current_stream_capturing())
 
-    def draw(self) -> tuple[int, int]:
-        return int(self._torch.randint(2**63 - 1, (), device="cpu")), 0
+    def draw(self, device: int) -> Any:
+        if device == HOST:
+            return int(self._torch.randint(2**63 - 1, (), device="cpu")), 0
+        return self._torch.randint(2**63 - 1, (2,), device=device)
 
     def grad_needed(self, x: Any) -> bool:
         return bool(x.requires_grad and self._grad_enabled())
