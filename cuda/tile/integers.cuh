@@ -24,6 +24,8 @@ struct Integers {
     return value < low ? low : value;
   }
 
-  // The integers from element i on.
-  DEVICE Integers from(i64 i) const { return {static_cast<const char *>(x) + i * bytes, stride, bytes, is_signed}; }
+  // The integers that lie `elements` further on.
+  DEVICE Integers from(i64 elements) const {
+    return {static_cast<const char *>(x) + elements * bytes, stride, bytes, is_signed};
+  }
 };
