@@ -25,6 +25,7 @@ from ._forward import (
 from ._launch import FORWARD_BYTES, Launch, pack_forward
 from ._problem import FLOAT8S, FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
+from .masks import All
 
 __all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
 
@@ -187,8 +188,10 @@ def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> No
 def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
     views = _views(problem, operands)
     out = views.pop("out")
+    if problem.packed:
+        views |= {name: views[name][0] for name in ("q", "k", "v")}
     values, sums = reference.attention(
-        window_size=(problem.band.left, problem.band.right),
+        mask=All(problem.band, *views.pop("masks", ())),
         alignment=problem.band.alignment,
         softmax_scale=problem.scale,
         softcap=problem.softcap,

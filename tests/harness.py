@@ -43,7 +43,7 @@ def placed(kernel: str, options: dict[str, Any]) -> dict[str, Any]:
         return strided(x).on(kernel) if isinstance(x, Strided | np.ndarray) else x
 
     return {
-        name: x if name in METADATA and x.dtype == np.int64 else place(x)
+        name: x if name in METADATA and getattr(x, "dtype", None) == np.int64 else place(x)
         for name, x in options.items()
     }
 
