@@ -3,13 +3,18 @@
     python bench/run.py generic host                             # on a GPU
     python bench/run.py hopper --without fa4                     # on a Hopper GPU
     python bench/run.py hopper --rows "D128 causal" --peers fa3  # a part of it
+    python bench/run.py hopper --rows fp8                        # its 8-bit rows
+    python bench/run.py modifiers varlen --budget 300            # what 300 seconds suffice for
     python bench/run.py cpu                                      # anywhere
 
 The file is written after each problem, so that an interrupted run keeps what it has. That of a part
-is named ``<suite>-part``, and replaces no whole one.
+is named ``<suite>-part``, and replaces no whole one. Peers that are absent or fail are told, and
+the others go on. ``modifiers`` times one problem with each score modifier and mask, beside our own
+plain kernel in the same turns; ``varlen`` packed sequences.
 """
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -33,12 +38,18 @@ FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 @click.option("--without", default="", help="Comma list of peers to leave out.")
 @click.option("--kernel", help="Force one of our kernels.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds, each of everyone in turn.")
-@click.option("--budget", type=click.FloatRange(0, min_open=True), help="Seconds per turn.")
+@click.option("--turn", type=click.FloatRange(0, min_open=True), help="Seconds per turn.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(0),
+    help="Seconds in all: beyond them, counted from the start, no problem is begun.",
+)
 @click.option("--commit", help="Commit to record, where the tree here has no history.")
 @click.option("--out", default=RESULTS, type=FOLDER, help="Folder to write to.")
 def main(
     names: tuple[str, ...],
     rounds: int | None,
+    turn: float | None,
     budget: float | None,
     commit: str | None,
     out: Path,
@@ -46,10 +57,12 @@ def main(
 ) -> None:
     """Measure the suites NAMES, and exit with 1 if cupyflash failed in any."""
     failed, part = False, "-part" if any(parts.values()) else ""
+    until = math.inf if budget is None else BEGIN + budget
+    going = part if budget is None else "-part"  # until all problems are measured
     for name in names:
         effort = EFFORTS.get(name, Effort())
         effort = dataclasses.replace(
-            effort, rounds=rounds or effort.rounds, budget_s=budget or effort.budget_s
+            effort, rounds=rounds or effort.rounds, budget_s=turn or effort.budget_s
         )
         try:
             groups = sweep.installed(narrowed(sweep.named(name), **parts), tell)
@@ -61,11 +74,15 @@ def main(
                 effort,
                 tell,
                 commit,
-                keep=lambda found, name=name: save(found, out, name + part),
+                keep=lambda found, name=name: save(found, out, name + going),
+                until=until,
             )
         except CupyflashError as error:
             raise click.ClickException(str(error)) from error
-        path = save(document, out, name + part)
+        whole = len(results.problems(document["rows"])) == sum(len(g.cases) for g in groups)
+        path = save(document, out, name + (part if whole else going))
+        if whole and going != part:
+            (out / results.file_name(document["env"], name + going)).unlink(missing_ok=True)
         click.echo(results.markdown(document["rows"]))
         for fault in results.faults(document["rows"]):
             tell(fault)

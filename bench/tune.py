@@ -27,10 +27,10 @@ FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 @click.option("--kernel", type=click.Choice(list(CANDIDATES)), default=next(iter(CANDIDATES)))
 @click.option("--rows", default="", help="Only problems whose text this expression is found in.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True)
-@click.option("--budget", type=click.FloatRange(0, min_open=True), default=0.02, show_default=True)
+@click.option("--turn", type=click.FloatRange(0, min_open=True), default=0.02, show_default=True)
 @click.option("--commit", help="Commit to record, where the tree here has no history.")
 @click.option("--out", default=RESULTS, type=FOLDER, help="Folder to write to.")
-def main(kernel: str, rows: str, rounds: int, budget: float, commit: str | None, out: Path) -> None:
+def main(kernel: str, rows: str, rounds: int, turn: float, commit: str | None, out: Path) -> None:
     """Time every candidate, and exit with 1 if none of some problem is right."""
     row = next(row for row in KERNELS if row.name == kernel)
     env = environment.environment()
@@ -43,7 +43,7 @@ def main(kernel: str, rows: str, rounds: int, budget: float, commit: str | None,
         for case in problems(row, arch):
             if re.search(rows, str(case)):
                 ranked = tune.fastest(
-                    case, row, CANDIDATES[kernel](row, case, arch), Effort(rounds, budget)
+                    case, row, CANDIDATES[kernel](row, case, arch), Effort(rounds, turn)
                 )
                 click.echo(str(case))
                 click.echo("\n".join(tune.lines(ranked)))

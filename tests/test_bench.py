@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from cupyflash import InvalidArgument, _jit, reference
 from cupyflash._bench import (
     environment,
+    modifiers,
     peers,
     results,
     run,
@@ -35,15 +38,29 @@ def oracle(case: Case, arrays: runner.Arrays, device: str, fault: float = 0.0) -
     """Build a peer that is the oracle, with a fault in its last row."""
 
     def call() -> np.ndarray:
-        out, _ = reference.attention(*arrays, **case.options)
-        out[:, -1, -1] += fault
+        out, _ = reference.attention(*arrays, **oracle_options(case))
+        out[..., -1, -1, :] += fault
         return out.astype(DTYPES[case.dtype])
 
     return runner.Runner(call, timing.HostClock(), np.asarray)
 
 
+def oracle_options(case: Case) -> dict:
+    """Return a case's arguments in the words of the oracle."""
+    options = case.arguments(np.asarray)
+    options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
+    if "segment_ids" in options:
+        ids = options.pop("segment_ids")
+        options["attn_mask"] = (ids[:, :, None] == ids[:, None])[:, None]
+    if "mask" in options:
+        i, j = np.ogrid[: case.len_q, : case.len_k]
+        prefix = options.pop("mask").prefix
+        options["attn_mask"] = (j < prefix[:, None, None, None]) | (j <= i)
+    return options
+
+
 def peer(name: str, build) -> peers.Peer:
-    return peers.Peer(name, name, (), ("cpu",), build)
+    return peers.Peer(name, name, (), ("cpu",), build, (*modifiers.MODIFIERS, "packed"))
 
 
 def broken(case: Case, arrays: runner.Arrays, device: str) -> runner.Runner:
@@ -301,7 +318,238 @@ def test_rows_have_the_fields_of_the_design() -> None:
     json.dumps(row)
 
 
+# --- modifiers and packed sequences ---
+
+MODIFIED = ("softcap:2", "alibi", "bias", "mask", "sink", "dropout:0.25", "documents", "prefix:70")
+
+
+@pytest.fixture
+def short_documents(monkeypatch) -> None:
+    monkeypatch.setattr(modifiers, "DOCUMENTS", (8, 64))
+
+
+def modified(modifier: str, dtype: str = "fp32") -> Case:
+    mask = "full" if modifier.startswith("prefix") else "causal"
+    return Case(dtype, 2, 150, 150, 4, 2, 16, 24, mask, modifier=modifier)
+
+
+def packed(mask: str, dtype: str = "fp32", heads_k: int = 2) -> Case:
+    lengths = (70, 1, 130, 9)
+    return Case(dtype, 4, 130, 130, 4, heads_k, 16, 16, mask, lengths=lengths)
+
+
+@pytest.mark.usefixtures("short_documents")
+@pytest.mark.parametrize("modifier", MODIFIED)
+def test_the_rows_checked_know_the_modifier(modifier: str) -> None:
+    case = modified(modifier)
+    arrays = case.inputs(np.random.default_rng(1))
+    right = truth.Truth(case, arrays)
+    error, wrong = right.compare(oracle(case, arrays, "cpu").call())
+    assert error < 1e-5
+    assert wrong == ""
+    without = Case(**{**vars(case), "modifier": ""})
+    assert right.compare(oracle(without, arrays, "cpu").call())[1].startswith("wrong: out[")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_rows_checked_are_of_the_first_the_last_and_the_longest_sequence(mask: str) -> None:
+    case = packed(mask)
+    arrays = case.inputs(np.random.default_rng(1))
+    out = oracle(case, arrays, "cpu").call()
+    held = truth.Truth(case, arrays)
+    assert held.compare(out)[1] == ""
+    for row in (0, 69, 71, 200, 201, 209):
+        wrong = out.copy()
+        wrong[row] += 1e-3
+        assert held.compare(wrong)[1].startswith("wrong: out["), row
+
+
+def test_dropout_by_other_numbers_is_held_to_its_variance() -> None:
+    case = modified("dropout:0.25")
+    arrays = case.inputs(np.random.default_rng(1))
+    held = truth.Truth(case, arrays)
+
+    def dropped(p: float) -> np.ndarray:
+        options = {"causal": True, "dropout_p": p, "rng_state": (5, 6)}
+        return reference.attention(*arrays, **options)[0]
+
+    assert held.compare(dropped(0.25), own_numbers=True) == (None, "")
+    assert held.compare(dropped(0.25))[1].startswith("wrong: out[")
+    for p in (0.0, 0.1, 0.5):
+        error, wrong = held.compare(dropped(p), own_numbers=True)
+        assert error is None
+        assert wrong.endswith("of the variance of its dropout")
+
+
+@pytest.mark.usefixtures("short_documents")
+@pytest.mark.parametrize("modifier", ["documents", "prefix:70"])
+def test_pairs_of_a_mask_are_about_those_that_it_keeps(modifier: str) -> None:
+    case = modified(modifier)
+    seen = truth.Truth(case, ()).options(modifiers.Rows(0, 0, 0, 150, 150, 150))["attn_mask"]
+    other = truth.Truth(case, ()).options(modifiers.Rows(1, 0, 0, 150, 150, 150))["attn_mask"]
+    cut = 80 if modifier.startswith("prefix") else 150  # pairs that the convention counts as half
+    assert case.pairs() == (seen.sum() + other.sum()) / 2 - cut / 2
+    assert case.flops() == 2 * 2 * 4 * case.pairs() * (16 + 24)
+
+
+def test_packed_sequences_count_what_they_see_and_hold() -> None:
+    case = packed("causal")
+    squares = 70**2 + 1 + 130**2 + 9**2
+    assert case.pairs() == squares / 2
+    assert case.flops() == 2 * 4 * squares / 2 * (16 + 16)
+    assert case.bytes() == 4 * 210 * (4 + 2) * (16 + 16)
+    assert [x.shape for x in case.inputs(np.random.default_rng(0))] == [
+        (210, 4, 16), (210, 2, 16), (210, 2, 16),
+    ]  # fmt: skip
+    assert case.ends.tolist() == [0, 70, 71, 201, 210]
+    assert str(case) == "fp32 B4 S130 H4/2 D16 causal packed"
+
+
+def test_lengths_are_drawn_up_to_a_total_and_alike_each_time() -> None:
+    lengths = modifiers.log_uniform(32, 8192, 32768, seed=2026)
+    assert sum(lengths) == 32768
+    assert all(32 <= n <= 8192 for n in lengths[:-1])
+    assert lengths == modifiers.log_uniform(32, 8192, 32768, seed=2026)
+    many = modifiers.log_uniform(32, 8192, 1 << 22, seed=1)
+    assert np.median(many) == pytest.approx(512, rel=0.25)  # half way in logarithms
+
+
+@pytest.mark.parametrize("text", ["softcap", "alibi:3", "tanh", "dropout:x"])
+def test_an_unknown_modifier_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="`modifier` must be one of softcap:VALUE"):
+        modified(text)
+
+
+def test_lengths_must_agree_with_the_sizes() -> None:
+    with pytest.raises(InvalidArgument, match="`lengths` must be"):
+        Case("fp32", 2, 8, 8, 1, 1, 8, 8, lengths=(8, 8, 8))
+
+
+@pytest.mark.usefixtures("short_documents")
+@pytest.mark.parametrize("modifier", MODIFIED)
+def test_ours_is_timed_with_each_modifier_and_beside_the_plain_kernel(modifier: str) -> None:
+    own, plain = measured(run.Group((modified(modifier),), (), "cpu", plain=True))
+    assert "error" not in own, own["error"]
+    assert (own["impl"], plain["impl"]) == ("cupyflash", "plain")
+    assert own["variant"] == plain["variant"] == modifier  # one problem
+    assert plain["kernel"] == "cpu"
+    plain_flops = modified("alibi").flops()  # which are those of the causal case
+    assert plain["tflops"] == pytest.approx(plain_flops / plain["kernel_us"] / 1e6)
+    json.dumps([own, plain])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_ours_is_timed_on_packed_sequences(mask: str) -> None:
+    (own,) = measured(run.Group((packed(mask),), (), "cpu"))
+    assert "error" not in own, own["error"]
+    assert own["lengths"] == [70, 1, 130, 9]
+    assert own["variant"] == "packed"
+
+
 # --- peers ---
+
+
+def test_peers_refuse_what_they_lack() -> None:
+    arrays = modified("softcap:2").inputs(np.random.default_rng(0))
+    for name, case, words in [
+        ("fa2", modified("bias"), "it has no bias"),
+        ("fa3", modified("sink"), "it has no sink"),
+        ("fa4", modified("mask"), "it has no dense masks"),
+        ("eager", modified("softcap:2"), "it has no softcap"),
+        ("jax", packed("full"), "it has no packed sequences"),
+    ]:
+        with pytest.raises(runner.Unfit, match=words):
+            peers.PEERS[name].runner(case, arrays, "cpu")
+
+
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("short_documents")
+@pytest.mark.parametrize("variant", [*MODIFIED, "packed"])
+def test_flex_is_called_rightly_with_each_modifier(monkeypatch, variant: str) -> None:
+    torch = pytest.importorskip("torch")
+    if variant.startswith("dropout"):
+        assert "dropout" not in peers.PEERS["flex"].features
+        return
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    case = packed("causal") if variant == "packed" else modified(variant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled
+        built = peers.PEERS["flex"].runner(case, case.shared_inputs(), "cpu")
+        out = built.view(built.call())
+    assert truth.Truth(case, case.shared_inputs()).compare(out)[1] == ""
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("modifier", ["bias", "mask", "dropout:0.25"])
+def test_sdpa_is_called_rightly_with_each_modifier(modifier: str) -> None:
+    pytest.importorskip("torch")
+    case = modified(modifier, "bf16")  # whose bias has the dtype that SDPA asks for
+    arrays = case.shared_inputs()
+    built = peers.PEERS["sdpa"].runner(case, arrays, "cpu")
+    assert built.own_numbers == modifier.startswith("dropout")
+    held = truth.Truth(case, arrays)
+    assert held.compare(built.view(built.call()), own_numbers=built.own_numbers)[1] == ""
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("fa3", "softcap:2"),
+        ("fa3", "packed"),
+        ("fa4", "softcap:2"),
+        ("fa4", "sink"),
+        ("fa4", "alibi"),
+        ("fa4", "bias"),
+        ("fa4", "packed"),
+    ],
+)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_flash_attention_is_called_rightly_with_each_modifier(
+    monkeypatch, name: str, variant: str, mask: str
+) -> None:
+    pytest.importorskip("torch")
+    stand_in_for_flash_attention(monkeypatch)
+    if variant == "packed":
+        case = packed(mask, "bf16")
+    elif (variant, mask) == ("alibi", "full"):
+        return  # its function takes keys to be before queries
+    else:
+        case = Case("bf16", 2, 12, 12, 4, 2, 16, 16, mask, modifier=variant)
+    arrays = case.shared_inputs()
+    built = peers.PEERS[name].runner(case, arrays, "cpu")
+    assert truth.Truth(case, arrays).compare(built.view(built.call()))[1] == ""
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_torchs_packed_attention_is_called_rightly(monkeypatch, mask: str, old: bool) -> None:
+    torch = pytest.importorskip("torch")
+
+    def compute(q, k, v, ends, ends_k, max_q, max_k, causal: bool):
+        assert (max_q, max_k) == (130, 130)
+        assert ends.dtype == ends_k.dtype == torch.int32
+        arrays = (x.float().numpy() for x in (q, k, v))
+        options = {"cu_seqlens_q": ends.numpy(), "cu_seqlens_k": ends_k.numpy()}
+        out, _ = reference.attention(*arrays, causal=causal, **options)
+        return torch.from_numpy(out).to(q.dtype)
+
+    def old_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        return compute(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        causal = {(-1, -1): False, (-1, 0): True}[window_size]
+        return compute(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, causal)
+
+    fake = types.ModuleType("torch.nn.attention.varlen")
+    fake.varlen_attn = old_varlen_attn if old else varlen_attn
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    case = packed(mask, "bf16", heads_k=4)
+    arrays = case.shared_inputs()
+    built = peers.PEERS["fa2"].runner(case, arrays, "cpu")
+    assert truth.Truth(case, arrays).compare(built.view(built.call()))[1] == ""
 
 
 def test_peers_are_chosen_by_name_device_and_presence(monkeypatch) -> None:
@@ -336,20 +584,57 @@ def test_peers_of_the_cpu_are_right(name: str, mask: str) -> None:
 
 
 def stand_in_for_flash_attention(monkeypatch) -> None:
-    """Put modules in the place of FlashAttention-3 and -4 that compute on the CPU."""
+    """Put modules in the place of FlashAttention-3 and -4 that compute on the CPU.
+
+    Their functions have the parameters' names of the libraries' own.
+    """
     import torch
 
-    def flash_attn_func(q, k, v, causal=False, window_size=(None, None)):
-        options = {"causal": causal, "window_size": window_size}
-        out, lse = reference.attention(*(x.float().numpy() for x in (q, k, v)), **options)
+    def compute(q, k, v, **options):
+        arrays = (x.float().numpy() for x in (q, k, v))
+        options = {n: x.numpy() if hasattr(x, "numpy") else x for n, x in options.items()}
+        out, lse = reference.attention(*arrays, **options)
         dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
         return torch.from_numpy(out).to(dtype), torch.from_numpy(lse)
+
+    def flash_attn_func(
+        q, k, v, *, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0,
+        score_mod=None, aux_tensors=None,
+    ):  # fmt: skip
+        bias = None
+        if score_mod is not None:
+            assert softcap == 0.0  # which the library refuses beside it
+            bias = np.zeros((*q.shape[:3:2], q.shape[1], k.shape[1]), np.float32)
+            for b, h, i, j in np.ndindex(bias.shape):
+                at = (torch.tensor([n], dtype=torch.int32) for n in (b, h, i, j))
+                b_idx, h_idx, q_idx, kv_idx = at
+                bias[b, h, i, j] = score_mod(
+                    torch.zeros(1), b_idx, h_idx,
+                    q_idx=q_idx, kv_idx=kv_idx, seqlen_info=None, aux_tensors=aux_tensors,
+                )  # fmt: skip
+        return compute(
+            q, k, v, causal=causal, window_size=window_size, learnable_sink=learnable_sink,
+            softcap=softcap, attn_bias=bias,
+        )  # fmt: skip
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        causal=False,
+    ):  # fmt: skip
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        return compute(q, k, v, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
     for name in ("flash_attn.cute.interface", "fa3_fwd_interface", "fa3_fwd._C"):
         fake = types.ModuleType(name)
         fake.flash_attn_func = flash_attn_func
+        fake.flash_attn_varlen_func = flash_attn_varlen_func
         monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.setitem(sys.modules, "fa3_fwd", types.ModuleType("fa3_fwd"))
+    cutlass, cute = types.ModuleType("cutlass"), types.ModuleType("cutlass.cute")
+    cutlass.Float32, cute.jit = torch.float32, lambda function: function
+    monkeypatch.setitem(sys.modules, "cutlass", cutlass)
+    monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
 
 
 @pytest.mark.frameworks
@@ -371,6 +656,7 @@ def test_peers_of_the_gpu_are_called_rightly(monkeypatch, name: str, mask: str) 
     """Their builders on CPU tensors, with a stand-in where the library is for GPUs only."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     stand_in_for_flash_attention(monkeypatch)
     group = run.Group((Case("bf16", 2, 40, 40, 4, 2, 16, 16, mask),), (peers.PEERS[name],), "cpu")
     with warnings.catch_warnings():
@@ -440,6 +726,22 @@ def test_a_page_has_one_line_per_problem_and_a_column_per_implementation() -> No
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| fwd | bf16 | 2 | 8192 | 16 | 128 | causal | 550 | 275 | - | 2.00 (fa2) |",
     ]
+
+
+def test_a_modifier_has_a_column_and_our_time_over_the_plain_kernels() -> None:
+    times = {"cupyflash": [110.0, 220.0], "plain": [100.0, 200.0], "fa4": [121.0, 242.0]}
+    rows = rows_of({"cupyflash": [100.0, 200.0]}) + rows_of(times, variant="softcap:30")
+    _, header, lines = results.grid(rows)
+    assert header[6:] == ["mask", "with", "cupyflash", "plain", "fa4", "x plain", "vs best peer"]
+    assert [line[7] for line in lines] == ["", "softcap:30"]
+    assert [line[-2:] for line in lines] == [["-", "-"], ["1.10", "1.10 (fa4)"]]
+    del rows[2]  # nothing to compare with
+    assert "x plain" not in results.grid(rows)[1]
+
+
+def test_a_plain_kernel_that_fails_is_a_failure_of_ours() -> None:
+    assert results.own_failed(rows_of({"plain": [1.0]}, error="wrong: out"))
+    assert not results.own_failed(rows_of({"fa4": [1.0]}, error="wrong: out"))
 
 
 def test_small_figures_are_shown_in_a_smaller_unit() -> None:
@@ -530,6 +832,49 @@ def test_the_hopper_suite_holds_the_rows_of_the_kernel() -> None:
     assert sum((case.head_dim, case.head_dim_v) == (192, 128) for case in cases) == 2
 
 
+def test_the_modifiers_are_timed_beside_the_plain_kernel_and_all_who_have_them() -> None:
+    found = {
+        f"{case.mask} {case.variant}".strip(): (group.plain, [peer.name for peer in group.peers])
+        for group in suites.modifiers()
+        for case in group.cases
+    }
+    assert found == {
+        "causal": (False, ["fa3", "fa4", "cudnn", "fa2", "flex"]),
+        "causal softcap:30": (True, ["fa3", "fa4", "flex"]),
+        "causal alibi": (True, ["fa4", "flex"]),
+        "causal sink": (True, ["fa4", "flex"]),
+        "causal dropout:0.1": (True, ["cudnn", "efficient", "fa2"]),
+        "causal bias": (True, ["fa4", "cudnn", "efficient", "flex"]),
+        "window:1024,0": (True, ["fa4", "flex"]),
+        "causal mask": (True, ["cudnn", "efficient", "flex"]),
+        "causal documents": (True, ["flex"]),
+        "full prefix:1024": (True, ["flex"]),
+    }
+    for group in (*suites.modifiers(), *suites.varlen()):
+        for case in group.cases:
+            assert (case.dtype, case.heads_q * case.head_dim) == ("bf16", 2048)
+            assert case.lengths or (case.batch, case.len_q, case.len_k) == (4, 4096, 4096)
+            assert all(case.features <= set(peer.features) for peer in group.peers)
+
+
+def test_packed_sequences_are_timed_with_equal_and_with_drawn_lengths() -> None:
+    (group,) = suites.varlen()
+    assert [peer.name for peer in group.peers] == ["fa4", "fa3", "fa2", "flex"]
+    assert [(case.mask, sum(case.lengths)) for case in group.cases] == [
+        (mask, total) for mask in ("causal", "full") for total in (16384, 32768)
+    ]
+    equal, drawn = group.cases[:2]
+    assert equal.lengths == (1024,) * 16
+    assert min(drawn.lengths[:-1]) >= 32
+    assert 4096 < max(drawn.lengths) <= 8192
+
+
+def test_eight_bit_rows_are_found_by_fp8() -> None:
+    (group,) = suites.narrowed(suites.hopper(), rows="fp8")
+    assert {case.dtype for case in group.cases} == {"e4m3"}
+    assert len(group.cases) == 6
+
+
 def test_a_part_of_a_suite_by_rows_and_peers() -> None:
     groups = suites.hopper()
     (group,) = suites.narrowed(groups, rows="bf16 .*S8192 H16 D128 causal", without="fa4")
@@ -545,6 +890,17 @@ def test_a_part_of_a_suite_by_rows_and_peers() -> None:
             suites.narrowed(groups, **part)
 
 
+def test_no_problem_begins_when_the_time_is_up(monkeypatch) -> None:
+    now = iter([10.0, 20.0, 21.0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(run, "measure", lambda case, *_: [{"len_q": case.len_q}])
+    cases = tuple(Case("fp32", 1, n, n, 1, 1, 8, 8) for n in (1, 2, 3))
+    told: list[str] = []
+    rows = list(run.run("test", [run.Group(cases, (), "cpu")], QUICK, told.append, until=15.0))
+    assert rows == [[{"suite": "test", "len_q": 1}]]
+    assert told[1:] == [f"{case}: left out, the time is up" for case in cases[1:]]
+
+
 def test_absent_peers_are_told_once_and_left_out() -> None:
     there = peers.Peer("there", "", (), ("cpu",), oracle)
     absent = peers.Peer("absent", "", ("no_such_package",), ("cpu",), oracle)
@@ -552,6 +908,48 @@ def test_absent_peers_are_told_once_and_left_out() -> None:
     told: list[str] = []
     assert [g.peers for g in sweep.installed(groups, told.append)] == [(there,), (there,)]
     assert told == ["absent is not installed: it is left out"]
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path: Path):
+    """``bench/run.py`` on two small problems, which writes into a folder of its own."""
+    path = Path(__file__).resolve().parents[1] / "bench" / "run.py"
+    spec = importlib.util.spec_from_file_location("bench_run", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    env = {"gpu": None, "date": "2026-11-29T00:00:00", "commit": None}
+    monkeypatch.setattr(environment, "environment", lambda: dict(env))
+    group = run.Group((SMALL, modified("softcap:2")), (peer("broken", broken),), "cpu")
+    monkeypatch.setattr(sweep, "suites", lambda: {"cpu": (group,)})
+    monkeypatch.setattr(sweep, "installed", lambda groups, tell: groups)
+    monkeypatch.setitem(peers.PEERS, "broken", group.peers[0])
+
+    def invoke(*words: str):
+        short = ("--rounds", "1", "--turn", "0.0001", "--out", str(tmp_path))
+        return CliRunner().invoke(script.main, ["cpu", *short, *words])
+
+    return invoke
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "problems"),
+    [
+        ((), "cpu", 2),
+        (("--budget", "600"), "cpu", 2),
+        (("--budget", "0"), "cpu-part", 0),
+        (("--rows", "softcap"), "cpu-part", 1),
+    ],
+)
+def test_the_script_writes_what_it_measured(
+    script, tmp_path: Path, words: tuple[str, ...], name: str, problems: int
+) -> None:
+    done = script(*words)
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"cpu-2026-11-29-{name}.json"
+    rows = results.load(path)["rows"]
+    assert len(results.problems(rows)) == problems
+    assert done.stderr.count("broken fp32 S") == problems  # told, and the others went on
 
 
 def test_what_there_is_is_kept_after_each_case() -> None:

@@ -161,7 +161,7 @@ def test_the_script_prints_winners_and_writes_a_results_file(
     monkeypatch.setattr(environment, "environment", lambda: dict(env))
     monkeypatch.setattr(script, "problems", lambda row, arch: [CASE])
     monkeypatch.setitem(script.CANDIDATES, ROW.name, lambda *_: configs(64, 32))
-    words = ["--kernel", ROW.name, "--out", str(tmp_path), "--rounds", "2", "--budget", "0.0001"]
+    words = ["--kernel", ROW.name, "--out", str(tmp_path), "--rounds", "2", "--turn", "0.0001"]
     done = CliRunner().invoke(script.main, words)
     assert done.exit_code == 0, done.output
     assert str(CASE) in done.stdout

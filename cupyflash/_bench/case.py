@@ -13,8 +13,9 @@ import numpy as np
 
 from .. import reference
 from .._explain import Request, resolve
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, UnsupportedProblem
 from ..masks import Band
+from .modifiers import Modifier, Place, modifier, squares
 
 DTYPES: dict[str, np.dtype] = {
     "fp16": np.dtype(np.float16),
@@ -65,7 +66,10 @@ def normal(dtype: str, size: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, in the words of the results files."""
+    """One attention problem, in the words of the results files.
+
+    Packed sequences see themselves only; `batch` is their number, `len_q` and `len_k` the longest.
+    """
 
     dtype: str
     batch: int
@@ -77,18 +81,39 @@ class Case:
     head_dim_v: int
     mask: str = "full"  # "full", "causal" or "window:L,R"
     alignment: str = "bottom_right"
+    modifier: str = ""  # one of `modifiers.MODIFIERS`, some with a value: "softcap:30"
+    lengths: tuple[int, ...] = ()  # of packed sequences, which are their own keys
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, int) and value < 0:
                 raise InvalidArgument(f"`{name}` must not be negative, got {value}")
-        _ = self.band  # checks mask and alignment
+        _ = self.band, self.modified  # check mask, alignment and modifier
+        sizes = (len(self.lengths), max(self.lengths, default=0), max(self.lengths, default=0))
+        if self.lengths and sizes != (self.batch, self.len_q, self.len_k):
+            raise InvalidArgument(f"`lengths` must be {self.batch} up to {self.len_q}, got {sizes}")
 
     def __str__(self) -> str:
         lengths = both(self.len_q, self.len_k, "x")
         heads = both(self.heads_q, self.heads_k, "/")
         dims = both(self.head_dim, self.head_dim_v, "/")
-        return f"{self.dtype} B{self.batch} S{lengths} H{heads} D{dims} {self.mask}"
+        words = f"{self.dtype} B{self.batch} S{lengths} H{heads} D{dims} {self.mask}"
+        return " ".join(filter(None, (words, self.variant)))
+
+    @property
+    def variant(self) -> str:
+        """What the case has beyond a dense problem's mask, as the results files say it."""
+        return " ".join(filter(None, ("packed" if self.lengths else "", self.modifier)))
+
+    @property
+    def features(self) -> set[str]:
+        """What an implementation must have beyond dense attention with a band."""
+        return {name.partition(":")[0] for name in self.variant.split()}
+
+    @property
+    def modified(self) -> Modifier:
+        """The modifier, which knows its operands."""
+        return modifier(self.modifier)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,6 +127,26 @@ class Case:
         window = options.get("window_size", (-1, -1))
         return Band.of(options.get("causal", False), window, self.alignment)
 
+    def arguments(self, place: Place) -> dict[str, Any]:
+        """Return all arguments of our call but q, k and v, each array as `place` puts it."""
+        packing = self.packing(place) if self.lengths else {}
+        return {**self.options, **self.modified.arguments(self, place), **packing}
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each packed sequence begins, and the last ends."""
+        return np.cumsum((0, *self.lengths), dtype=np.int32)
+
+    def packing(self, place: Place) -> dict[str, Any]:
+        """Return the arguments that say where packed sequences are; the libraries agree on them."""
+        ends, longest = place(self.ends), self.len_q
+        return {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+
     def sizes(self, arch: int | str | None) -> dict[str, Any]:
         """Return the sizes as arguments of `cupyflash.explain`; no architecture is the host."""
         names = ("batch", "len_q", "len_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
@@ -110,7 +155,9 @@ class Case:
 
     def request(self, arch: int | None) -> Request:
         """Return the call that the dispatch table is asked about."""
-        return resolve((None, None, None), self.sizes(arch), self.options)
+        if self.lengths:
+            raise UnsupportedProblem("packed sequences are described by their arrays")
+        return resolve((None, None, None), self.sizes(arch), self.arguments(lambda array: True))
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""
@@ -129,14 +176,30 @@ class Case:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of q, k and v."""
+        rows_q: tuple[int, ...] = (self.batch, self.len_q)
+        rows_k: tuple[int, ...] = (self.batch, self.len_k)
+        if self.lengths:
+            rows_q = rows_k = (sum(self.lengths),)
         return (
-            (self.batch, self.len_q, self.heads_q, self.head_dim),
-            (self.batch, self.len_k, self.heads_k, self.head_dim),
-            (self.batch, self.len_k, self.heads_k, self.head_dim_v),
+            (*rows_q, self.heads_q, self.head_dim),
+            (*rows_k, self.heads_k, self.head_dim),
+            (*rows_k, self.heads_k, self.head_dim_v),
         )
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        return (*self.shapes[0][:-1], self.head_dim_v)
+
     def pairs(self) -> float:
-        """Count the (query, key) pairs of one head; a square causal mask counts as half of all."""
+        """Count the (query, key) pairs of one head; a square causal mask counts as half of all.
+
+        Of one batch entry, or of all packed sequences.
+        """
+        if self.lengths:
+            return squares(self.lengths, self.mask)
+        if (pairs := self.modified.pairs(self)) is not None:
+            return pairs
         if self.mask == "full":
             return self.len_q * self.len_k
         if self.mask == "causal" and self.len_q == self.len_k:
@@ -146,11 +209,11 @@ class Case:
 
     def flops(self) -> float:
         """Count the floating-point operations of the two matrix products, forward."""
-        return 2.0 * self.batch * self.heads_q * self.pairs() * (self.head_dim + self.head_dim_v)
+        batch = 1 if self.lengths else self.batch
+        return 2.0 * batch * self.heads_q * self.pairs() * (self.head_dim + self.head_dim_v)
 
     def bytes(self) -> int:
         """Count the bytes of q, k, v and the output: what a forward pass cannot help but move."""
         dtype = DTYPES[self.dtype]
-        read = sum(map(math.prod, self.shapes))
-        written = self.batch * self.len_q * self.heads_q * self.head_dim_v
+        read, written = sum(map(math.prod, self.shapes)), math.prod(self.out_shape)
         return read * dtype.itemsize + written * reference.output_dtype(dtype).itemsize

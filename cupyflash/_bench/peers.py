@@ -1,8 +1,9 @@
 """The peers: every other implementation that cupyflash is timed against, one small builder each.
 
 A builder raises `Unfit` with a sentence where the peer cannot compute the case, and ImportError
-where it is not installed. All take arrays that lie as (batch, length, heads, head_dim); those who
-want the heads first get a transposed view, so that nobody pays for a copy.
+where it is not installed. All take arrays that lie as (batch, length, heads, head_dim), or packed
+as (total, heads, head_dim); those who want the heads first get a transposed view, so that nobody
+pays for a copy. FlexAttention and FlashAttention-4 have files of their own.
 """
 
 from __future__ import annotations
@@ -11,22 +12,34 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import InvalidArgument
+from . import flash4, flex
 from .case import Case
+from .modifiers import Dropout, Softcap
+from .refusals import (
+    refuse_dtypes,
+    refuse_grouped,
+    refuse_lacking,
+    refuse_rectangular_causal,
+    refuse_windows,
+)
 from .runner import (
     Arrays,
     Runner,
-    Unfit,
     clock,
     first,
     torch_arrays,
     torch_clock,
+    torch_operand,
     torch_sees_gpu,
 )
 
@@ -40,6 +53,12 @@ class Peer:
     modules: tuple[str, ...]  # importable when it is installed
     devices: tuple[str, ...]  # "cuda", "cpu"
     build: Callable[[Case, Arrays, str], Runner]
+    features: tuple[str, ...] = ()  # of `Case.features`: those that the builder knows
+
+    def runner(self, case: Case, arrays: Arrays, device: str) -> Runner:
+        """Build the peer's call on a case, or raise `Unfit` where it lacks a feature."""
+        refuse_lacking(case, self.features)
+        return self.build(case, arrays, device)
 
     def installed(self, device: str) -> bool:
         """Whether its modules can be found and, for a GPU, torch sees one; JAX says so itself."""
@@ -62,25 +81,57 @@ def sdpa(backend: str | None, case: Case, arrays: Arrays, device: str) -> Runner
     refuse_rectangular_causal(case)
     if backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         refuse_dtypes(case, "bf16", "fp16")
-    if backend == "EFFICIENT_ATTENTION" and case.heads_q != case.heads_k:
-        raise Unfit("the memory-efficient backend takes no grouped heads")
+    if backend == "EFFICIENT_ATTENTION":
+        refuse_grouped(case)
+    if case.lengths:
+        return torch_varlen(case, arrays, device)
     q, k, v = (x.transpose(1, 2) for x in torch_arrays(arrays, device))
-    causal, grouped = case.mask == "causal", case.heads_q != case.heads_k
-
-    def call() -> Any:
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=grouped
-        )
+    options = {"enable_gqa": case.heads_q != case.heads_k, **scores(case, device)}
 
     def context() -> contextlib.AbstractContextManager:
         return sdpa_kernel(getattr(SDPBackend, backend)) if backend else contextlib.nullcontext()
 
     return Runner(
-        call,
+        functools.partial(functional.scaled_dot_product_attention, q, k, v, **options),
         torch_clock(device),
         lambda out: out.transpose(1, 2),
         context,
+        own_numbers="dropout_p" in options,
     )
+
+
+def scores(case: Case, device: str) -> dict[str, Any]:
+    """Return what SDPA is told of scores and masks: a bias or a mask takes the band into itself."""
+    import torch
+
+    if case.features <= {"dropout"}:
+        found: dict[str, Any] = {"is_causal": case.mask == "causal"}
+        if isinstance(case.modified, Dropout):
+            found["dropout_p"] = case.modified.value
+        return found
+    (operand,) = case.modified.arguments(
+        case, functools.partial(torch_operand, device=device)
+    ).values()
+    seen = torch.from_numpy(case.band.dense(case.len_q, case.len_k)).to(device)
+    masked = (
+        operand & seen if operand.dtype == torch.bool else operand.masked_fill(~seen, -math.inf)
+    )
+    return {"attn_mask": masked}
+
+
+def torch_varlen(case: Case, arrays: Arrays, device: str) -> Runner:
+    """Build torch's varlen_attn, FlashAttention-2 on packed sequences."""
+    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    refuse_grouped(case)
+    causal = case.mask == "causal"
+    options: dict[str, Any] = {"window_size": (-1, 0)} if causal else {}
+    if "is_causal" in inspect.signature(varlen).parameters:  # torch 2.10
+        options = {"is_causal": causal}
+    ends = torch_operand(case.ends, device)
+    call = functools.partial(
+        varlen, *torch_arrays(arrays, device), ends, ends, case.len_q, case.len_k, **options
+    )
+    return Runner(call, torch_clock(device), first)
 
 
 def eager(case: Case, arrays: Arrays, device: str) -> Runner:
@@ -104,33 +155,6 @@ def eager(case: Case, arrays: Arrays, device: str) -> Runner:
     return Runner(call, torch_clock(device), lambda out: out.transpose(1, 2))
 
 
-def flex(case: Case, arrays: Arrays, device: str) -> Runner:
-    """Build torch's compiled FlexAttention with the band as its block mask."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    q, k, v = (x.transpose(1, 2) for x in torch_arrays(arrays, device))
-    band, diagonal = case.band, case.band.diagonal(case.len_q, case.len_k)
-    left = case.len_q + case.len_k if band.left is None else band.left
-    right = case.len_q + case.len_k if band.right is None else band.right
-
-    def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (j >= i + diagonal - left) & (j <= i + diagonal + right)
-
-    block_mask = None
-    if case.mask != "full":
-        block_mask = create_block_mask(sees, None, None, case.len_q, case.len_k, device=device)
-    call = functools.partial(
-        torch.compile(flex_attention),
-        q,
-        k,
-        v,
-        block_mask=block_mask,
-        enable_gqa=case.heads_q != case.heads_k,
-    )
-    return Runner(call, torch_clock(device), lambda out: out.transpose(1, 2))
-
-
 # --- others ---
 
 
@@ -140,39 +164,36 @@ def fa3(case: Case, arrays: Arrays, device: str) -> Runner:
     interface = importlib.import_module("fa3_fwd_interface")
     refuse_windows(case)
     refuse_dtypes(case, "bf16", "e4m3")
-    call = functools.partial(
-        interface.flash_attn_func,
-        *torch_arrays(arrays, device),
-        causal=case.mask == "causal",
-    )
-    return Runner(call, torch_clock(device), first)
-
-
-def fa4(case: Case, arrays: Arrays, device: str) -> Runner:
-    """Build FlashAttention-4 (CuTe DSL)."""
-    interface = importlib.import_module("flash_attn.cute.interface")
-    refuse_dtypes(case, "bf16", "fp16")
     options: dict[str, Any] = {"causal": case.mask == "causal"}
-    if "window_size" in case.options:
-        options["window_size"] = tuple(None if w < 0 else w for w in case.options["window_size"])
-    call = functools.partial(interface.flash_attn_func, *torch_arrays(arrays, device), **options)
+    if isinstance(case.modified, Softcap):
+        options["softcap"] = case.modified.value
+    function = interface.flash_attn_func
+    if case.lengths:
+        function = interface.flash_attn_varlen_func
+        options |= case.packing(functools.partial(torch_operand, device=device))
+    call = functools.partial(function, *torch_arrays(arrays, device), **options)
     return Runner(call, torch_clock(device), first)
 
 
 def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
-    """Build FlashInfer's ragged prefill over sequences of one length."""
+    """Build FlashInfer's ragged prefill; a dense batch is sequences of one length."""
     import torch
 
     library = importlib.import_module("flashinfer")
     refuse_windows(case)
     refuse_dtypes(case, "bf16", "fp16")
-    q, k, v = (x.flatten(0, 1) for x in torch_arrays(arrays, device))
-    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+    q, k, v = torch_arrays(arrays, device)
+    ends = np.arange(case.batch + 1, dtype=np.int32)
+    ends_q, ends_k = ends * case.len_q, ends * case.len_k
+    if case.lengths:
+        ends_q = ends_k = case.ends
+    else:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     wrapper.plan(
-        ends * case.len_q,
-        ends * case.len_k,
+        torch_operand(ends_q, device),
+        torch_operand(ends_k, device),
         case.heads_q,
         case.heads_k,
         case.head_dim,
@@ -183,7 +204,7 @@ def flashinfer(case: Case, arrays: Arrays, device: str) -> Runner:
     return Runner(
         functools.partial(wrapper.run, q, k, v),
         torch_clock(device),
-        lambda out: first(out).unflatten(0, (case.batch, case.len_q)),
+        lambda out: first(out).reshape(case.out_shape),
     )
 
 
@@ -206,48 +227,50 @@ def jax_attention(case: Case, arrays: Arrays, device: str) -> Runner:
     return Runner(functools.partial(attend, q, k, v), clock("jax"), first)
 
 
-# --- what peers refuse ---
-
-
-def refuse_windows(case: Case) -> None:
-    """Refuse a window on behalf of a peer that has none."""
-    if case.mask not in ("full", "causal"):
-        raise Unfit("it has no sliding windows")
-
-
-def refuse_rectangular_causal(case: Case) -> None:
-    """Refuse a causal mask whose diagonal the peer puts elsewhere."""
-    if case.mask == "causal" and case.len_q != case.len_k and case.alignment != "top_left":
-        raise Unfit("its causal mask is aligned to the top left")
-
-
-def refuse_dtypes(case: Case, *taken: str) -> None:
-    """Refuse a dtype that is not among those the peer takes."""
-    if case.dtype not in taken:
-        raise Unfit(f"it takes {' and '.join(taken)}, not {case.dtype}")
-
-
 def _torch(backend: str | None) -> Callable[[Case, Arrays, str], Runner]:
     return functools.partial(sdpa, backend)
 
 
 _GPU, _BOTH = ("cuda",), ("cuda", "cpu")
+_DENSE = ("dropout", "bias", "mask")
 _TABLE = (
-    # name, about, modules, devices, builder
-    ("fa2", "FlashAttention-2 in torch's SDPA", ("torch",), _GPU, _torch("FLASH_ATTENTION")),
-    ("cudnn", "cuDNN in torch's SDPA", ("torch",), _GPU, _torch("CUDNN_ATTENTION")),
+    # name, about, modules, devices, builder, features
+    (
+        "fa2",
+        "FlashAttention-2 in torch's SDPA",
+        ("torch",),
+        _GPU,
+        _torch("FLASH_ATTENTION"),
+        ("dropout", "packed"),
+    ),
+    ("cudnn", "cuDNN in torch's SDPA", ("torch",), _GPU, _torch("CUDNN_ATTENTION"), _DENSE),
     (
         "efficient",
         "mem-efficient SDPA of torch",
         ("torch",),
         _GPU,
         _torch("EFFICIENT_ATTENTION"),
+        _DENSE,
     ),
-    ("sdpa", "torch's SDPA, its own choice", ("torch",), _BOTH, _torch(None)),
-    ("fa3", "FlashAttention-3", ("fa3_fwd", "fa3_fwd_interface"), _GPU, fa3),
-    ("fa4", "FlashAttention-4", ("flash_attn.cute",), _GPU, fa4),
-    ("flashinfer", "FlashInfer's ragged prefill", ("flashinfer",), _GPU, flashinfer),
-    ("flex", "FlexAttention under torch.compile", ("torch",), _GPU, flex),
+    ("sdpa", "torch's SDPA, its own choice", ("torch",), _BOTH, _torch(None), _DENSE),
+    (
+        "fa3",
+        "FlashAttention-3",
+        ("fa3_fwd", "fa3_fwd_interface"),
+        _GPU,
+        fa3,
+        ("softcap", "packed"),
+    ),
+    ("fa4", "FlashAttention-4", ("flash_attn.cute",), _GPU, flash4.fa4, flash4.FEATURES),
+    ("flashinfer", "FlashInfer's ragged prefill", ("flashinfer",), _GPU, flashinfer, ("packed",)),
+    (
+        "flex",
+        "FlexAttention under torch.compile",
+        ("torch",),
+        _GPU,
+        flex.flex,
+        flex.FEATURES,
+    ),
     ("jax", "jax.nn.dot_product_attention", ("jax",), _BOTH, jax_attention),
     ("eager", "softmax(Q K^T) V in torch, as written", ("torch",), _BOTH, eager),
 )

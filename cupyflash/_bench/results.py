@@ -37,6 +37,7 @@ PROBLEM = (
 )
 FIELDS = {*PROBLEM, "impl", "options", "kernel_us", "call_us", "tflops", "gbps", "rounds_us"}
 OWN = "cupyflash"
+PLAIN = "plain"  # cupyflash's causal kernel, beside a case with a modifier
 CAPTION = "vs best peer: the median over the rounds of the peer's time over ours in one round"
 
 
@@ -75,11 +76,17 @@ def column(row: Row) -> str:
     return f"{row['impl']} ({framework})" if framework else row["impl"]
 
 
+def variant(row: Row) -> str:
+    """Return what a row has beyond a dense problem's mask; older files have nothing."""
+    return row.get("variant", "")
+
+
 def problems(rows: list[Row]) -> list[dict[str, Row]]:
     """Group rows by problem, each a dict from column to row, in the order of the file."""
     groups: dict[tuple, dict[str, Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in PROBLEM), {})[column(row)] = row
+        key = (*(row[name] for name in PROBLEM), variant(row))
+        groups.setdefault(key, {})[column(row)] = row
     return list(groups.values())
 
 
@@ -97,13 +104,23 @@ def ratio(own: Row, peer: Row) -> float | None:
 
 def best_ratio(group: dict[str, Row]) -> tuple[float, str] | None:
     """Return the ratio to the fastest peer that ran the problem, and its name."""
-    own = [row for row in group.values() if row["impl"] == OWN and row["rounds_us"]]
-    peers = [row for row in group.values() if row["impl"] != OWN and row["rounds_us"]]
-    peers = [row for row in peers if "error" not in row]
+    ran = [row for row in group.values() if row["rounds_us"]]
+    own = [row for row in ran if row["impl"] == OWN]
+    peers = [row for row in ran if row["impl"] not in (OWN, PLAIN) and "error" not in row]
     if not own or not peers:
         return None
     found = [(value, peer["impl"]) for peer in peers if (value := ratio(own[0], peer)) is not None]
     return min(found)
+
+
+def over_plain(group: dict[str, Row]) -> str:
+    """Return our time over that of our causal kernel without the modifier; a dash where unknown."""
+    own, plain = (
+        next((row for row in group.values() if row["impl"] == name and "error" not in row), None)
+        for name in (OWN, PLAIN)
+    )
+    value = ratio(plain, own) if own and plain else None
+    return "-" if value is None else f"{value:.2f}"
 
 
 def cell(row: Row | None, metric: str, unit: float) -> str:
@@ -122,7 +139,9 @@ def grid(rows: list[Row], metric: str = "") -> tuple[str, list[str], list[list[s
     if metric == "tflops" and known and max(known) < 1:
         unit, title = 1e3, "GFLOP/s"
     names = columns(rows)
-    header = ["pass", "dtype", "B", "S", "H", "D", "mask", *names, "vs best peer"]
+    varied, compared = any(map(variant, rows)), any(row["impl"] == PLAIN for row in rows)
+    header = ["pass", "dtype", "B", "S", "H", "D", "mask", *["with"] * varied, *names]
+    header += [*["x plain"] * compared, "vs best peer"]
     lines = []
     for group in problems(rows):
         row = next(iter(group.values()))
@@ -136,7 +155,9 @@ def grid(rows: list[Row], metric: str = "") -> tuple[str, list[str], list[list[s
                 both(row["heads_q"], row["heads_k"], "/"),
                 both(row["head_dim"], row["head_dim_v"], "/"),
                 row["mask"],
+                *[variant(row)] * varied,
                 *(cell(group.get(name), metric, unit) for name in names),
+                *[over_plain(group)] * compared,
                 f"{best[0]:.2f} ({best[1]})" if best else "-",
             ]
         )
@@ -148,7 +169,9 @@ def rich_table(rows: list[Row], metric: str = "") -> Table:
     title, header, lines = grid(rows, metric)
     table = Table(title=title, caption=CAPTION)
     for name in header:
-        table.add_column(name, justify="left" if name in ("pass", "dtype", "mask") else "right")
+        table.add_column(
+            name, justify="left" if name in ("pass", "dtype", "mask", "with") else "right"
+        )
     for line in lines:
         table.add_row(*line)
     return table
@@ -186,13 +209,14 @@ def text(document: Document, form: str, metric: str = "") -> str:
 
 def own_failed(rows: list[Row]) -> bool:
     """Whether cupyflash itself failed in any row."""
-    return any(row["impl"] == OWN and "error" in row for row in rows)
+    return any(row["impl"] in (OWN, PLAIN) and "error" in row for row in rows)
 
 
 def faults(rows: list[Row]) -> list[str]:
     """Return a sentence per row that did not go well, whoever's it is."""
     return [
-        f"{column(row)} {row['dtype']} S{row['len_q']} D{row['head_dim']} {row['mask']}: {text}"
+        f"{column(row)} {row['dtype']} S{row['len_q']} D{row['head_dim']} {row['mask']}"
+        f"{' ' if variant(row) else ''}{variant(row)}: {text}"
         for row in rows
         if (text := row.get("error") or row.get("note"))
     ]

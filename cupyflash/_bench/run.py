@@ -8,17 +8,18 @@ which the ratio of two implementations is taken round by round.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _jit, _kernels
-from ..errors import UnsupportedProblem
 from .case import Case
 from .peers import Peer
+from .results import OWN, PLAIN
 from .runner import Arrays, Runner, Unfit, cupyflash
 from .truth import Truth
 
@@ -37,6 +38,7 @@ class Group:
     device: str = "cuda"
     kernel: str | None = None
     frameworks: tuple[str, ...] = ("",)  # whose arrays cupyflash is given; "" is the peers' own
+    plain: bool = False  # whether our causal kernel without the case's modifier is timed too
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Entry:
     """One implementation on one case: what it is, and what has been measured of it."""
 
     impl: str
+    case: Case
     build: Callable[[Case, Arrays, str], Runner]
     runner: Runner | None = None
     replay: Callable[[], Any] | None = None
@@ -64,11 +67,21 @@ class Entry:
 
 
 def run(
-    suite: str, groups: Iterable[Group], effort: Effort, progress: Progress
+    suite: str,
+    groups: Iterable[Group],
+    effort: Effort,
+    progress: Progress,
+    until: float = math.inf,
 ) -> Iterator[list[Row]]:
-    """Measure every case of every group, and yield the rows of each for a results file."""
+    """Measure every case of every group, and yield the rows of each for a results file.
+
+    None is begun once `time.perf_counter` is beyond `until`.
+    """
     for group in groups:
         for case in group.cases:
+            if time.perf_counter() > until:
+                progress(f"{case}: left out, the time is up")
+                continue
             progress(str(case))
             yield [{"suite": suite, **row} for row in measure(case, group, effort)]
 
@@ -76,21 +89,30 @@ def run(
 def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     """Check and time one case with cupyflash and every peer of the group."""
     arrays = case.shared_inputs()
-    entries = [
-        Entry("cupyflash", functools.partial(cupyflash, kernel=group.kernel, framework=framework))
-        for framework in group.frameworks
-    ]
-    entries += [Entry(peer.name, peer.build) for peer in group.peers]
-    truth = Truth(case, arrays)
+    entries = entries_of(case, group)
+    truths = {entry.case: Truth(entry.case, arrays) for entry in entries}
     for entry in entries:
-        attempt(entry, functools.partial(start, entry, case, arrays, group.device, truth))
+        attempt(entry, functools.partial(start, entry, arrays, group.device, truths[entry.case]))
     if group.device == "cuda":
         preheat(entries, effort.preheat_s)
     for turn in range(effort.rounds):
         shift = turn % len(entries)
         for entry in entries[shift:] + entries[:shift]:
             attempt(entry, functools.partial(time_once, entry, effort.budget_s))
-    return [row_of(case, entry, group) for entry in entries]
+    return [row_of(case, entry) for entry in entries]
+
+
+def entries_of(case: Case, group: Group) -> list[Entry]:
+    """Return everyone who is timed on a case."""
+    own = functools.partial(cupyflash, kernel=group.kernel)
+    entries = [
+        Entry(OWN, case, functools.partial(own, framework=framework))
+        for framework in group.frameworks
+    ]
+    if group.plain:
+        plain = dataclasses.replace(case, mask="causal", modifier="")
+        entries.append(Entry(PLAIN, plain, own))
+    return entries + [Entry(peer.name, case, peer.runner) for peer in group.peers]
 
 
 def attempt(entry: Entry, step: Callable[[], None]) -> None:
@@ -106,14 +128,14 @@ def attempt(entry: Entry, step: Callable[[], None]) -> None:
         entry.error = f"{type(failure).__name__}: {first}"
 
 
-def start(entry: Entry, case: Case, arrays: Arrays, device: str, truth: Truth) -> None:
+def start(entry: Entry, arrays: Arrays, device: str, truth: Truth) -> None:
     """Build, call once, compare with the oracle, and capture."""
-    entry.runner = runner = entry.build(case, arrays, device)
+    entry.runner = runner = entry.build(entry.case, arrays, device)
     with runner.context():
         result = runner.call()
         runner.clock.sync(result)
-        entry.max_error, wrong = truth.compare(runner.view(result))
-        if wrong and entry.impl == "cupyflash":
+        entry.max_error, wrong = truth.compare(runner.view(result), own_numbers=runner.own_numbers)
+        if wrong and entry.impl in (OWN, PLAIN):
             entry.error = wrong
             return
         if wrong:
@@ -144,15 +166,15 @@ def preheat(entries: list[Entry], seconds: float) -> None:
                 runner.clock.sync(runner.call())
 
 
-def row_of(case: Case, entry: Entry, group: Group) -> Row:
-    """Return the row of a results file."""
+def row_of(case: Case, entry: Entry) -> Row:
+    """Return the row of a results file: rates are of what the entry computed."""
     kernel_us = median(entry.kernel_rounds)
     call_us = median(entry.call_rounds)
     best_us = kernel_us if kernel_us is not None else call_us
     row: Row = {
         "pass": "fwd",
         "impl": entry.impl,
-        "kernel": kernel_name(case, entry, group),
+        "kernel": entry.runner.kernel if entry.runner else None,
         "dtype": case.dtype,
         "batch": case.batch,
         "len_q": case.len_q,
@@ -162,28 +184,20 @@ def row_of(case: Case, entry: Entry, group: Group) -> Row:
         "head_dim": case.head_dim,
         "head_dim_v": case.head_dim_v,
         "mask": case.mask,
+        "variant": case.variant,
         "options": entry.runner.options if entry.runner else {},
         "kernel_us": kernel_us,
         "call_us": call_us,
-        "tflops": case.flops() / best_us / 1e6 if best_us else None,
-        "gbps": case.bytes() / best_us / 1e3 if best_us else None,
+        "tflops": entry.case.flops() / best_us / 1e6 if best_us else None,
+        "gbps": entry.case.bytes() / best_us / 1e3 if best_us else None,
         "max_error": entry.max_error,
         "rounds_us": entry.kernel_rounds or entry.call_rounds,
     }
+    if case.lengths:
+        row["lengths"] = list(case.lengths)
     if entry.error or entry.notes:
         row["error" if entry.error else "note"] = entry.error or "; ".join(entry.notes)
     return row
-
-
-def kernel_name(case: Case, entry: Entry, group: Group) -> str | None:
-    """Return the row of the dispatch table that cupyflash takes, if any; peers have none."""
-    if entry.impl != "cupyflash" or entry.runner is None:
-        return None
-    arch = None if group.device == "cpu" else _jit.compute_capability(0)
-    try:
-        return _kernels.select(case.request(arch).problem, group.kernel).name
-    except UnsupportedProblem:
-        return None
 
 
 def median(values: list[float]) -> float | None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .._attention import attention
+from .. import _attention, _explain, _kernels
+from ..errors import CupyflashError
 from .case import Case
+from .modifiers import Place
 from .timing import Call, CupyClock, HostClock, JaxClock, TorchClock
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -31,9 +33,11 @@ class Runner:
 
     call: Call
     clock: HostClock
-    view: Callable[[Any], Any]  # the call's result as (batch, len_q, heads, head_dim_v), in place
+    view: Callable[[Any], Any]  # the call's result in the shape of the case's output, in place
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     options: dict[str, Any] = field(default_factory=dict)
+    kernel: str | None = None  # of ours: the row of the dispatch table
+    own_numbers: bool = False  # drops by other random numbers than ours
 
 
 # --- arrays on the device, made once per case ---
@@ -72,6 +76,11 @@ def torch_tensor(x: np.ndarray) -> Any:
         return torch.from_numpy(x)
     words = torch.from_numpy(x.view(f"i{x.itemsize}"))
     return words.view(getattr(torch, x.dtype.name))
+
+
+def torch_operand(x: np.ndarray, device: str) -> Any:
+    """Return a copy of a NumPy array as a torch tensor on a device."""
+    return torch_tensor(np.ascontiguousarray(x)).to(device)
 
 
 @functools.cache
@@ -133,10 +142,29 @@ def cupyflash(
     """Build cupyflash's own call, on arrays of one framework."""
     framework = framework or own_framework(device)
     kind = "host" if device == "cpu" else framework
+    place: Place = np.asarray
     q, k, v = arrays
     if framework == "torch":
+        place = functools.partial(torch_operand, device=device)
         q, k, v = torch_arrays(arrays, device)
     elif framework == "cupy":
+        place = cupy_array
         q, k, v = map(cupy_array, arrays)
-    call = functools.partial(attention, q, k, v, **case.options, kernel=kernel)
-    return Runner(call, clock(kind), first, options={"framework": framework})
+    arguments = case.arguments(place)
+    function = getattr(_attention, "attention_varlen" if case.lengths else "attention")
+    return Runner(
+        functools.partial(function, q, k, v, **arguments, kernel=kernel),
+        clock(kind),
+        first,
+        options={"framework": framework},
+        kernel=kernel_name((q, k, v), {**arguments, "kernel": kernel}),
+    )
+
+
+def kernel_name(arrays: tuple[Any, Any, Any], arguments: dict[str, Any]) -> str | None:
+    """Return the row of the dispatch table that a call takes, if any."""
+    try:
+        request = _explain.resolve(arrays, {}, arguments)
+        return _kernels.select(request.problem, request.kernel).name
+    except CupyflashError:
+        return None

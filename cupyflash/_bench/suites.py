@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 
 from ..errors import InvalidArgument
-from .case import Case
+from .case import DTYPES, Case
+from .modifiers import log_uniform
 from .peers import PEERS, Peer
 from .run import Effort, Group
 
@@ -15,9 +16,14 @@ TOKENS = 16384  # batch x length, as in the papers' tables
 WIDTH = 2048  # heads x head_dim
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = ("full", "causal")
+EQUAL = (1024,) * 16  # the lengths of packed sequences
 
 # How long to measure where it is not `Effort()`: the Hopper suite has half a hundred problems.
-EFFORTS = {"hopper": Effort(rounds=5, budget_s=0.025, preheat_s=0.15)}
+EFFORTS = {
+    "hopper": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
+    "modifiers": Effort(rounds=7, budget_s=0.025),
+    "varlen": Effort(rounds=7, budget_s=0.025),
+}
 
 
 def dense(
@@ -44,12 +50,13 @@ def long(dtype: str, heads: int, heads_k: int, dim: int, dim_v: int) -> tuple[Ca
     )
 
 
+def peers(*names: str) -> tuple[Peer, ...]:
+    """Return peers by name."""
+    return tuple(PEERS[name] for name in names)
+
+
 def hopper() -> tuple[Group, ...]:
     """Return what the Hopper kernel is held to: against all that is fast on that card."""
-
-    def peers(*names: str) -> tuple[Peer, ...]:
-        return tuple(PEERS[name] for name in names)
-
     everyone = peers("fa3", "fa4", "cudnn", "fa2")
     bf16 = dense("bf16", (64, 128, 256), LENGTHS)
     return (
@@ -59,6 +66,44 @@ def hopper() -> tuple[Group, ...]:
         Group(dense("bf16", (128,), (8192,), ("window:1024,0",)), peers("fa4")),
         Group(dense("e4m3", (64, 128, 256), (8192,)), peers("fa3")),
     )
+
+
+def modifiers() -> tuple[Group, ...]:
+    """Return one problem with each modifier and mask, against all who have it and against itself.
+
+    Each is timed beside our causal kernel without it.
+    """
+    causal = square("bf16", 4, 4096, 16, 128, "causal")
+
+    def modified(modifier: str, *names: str, mask: str = "causal") -> Group:
+        case = dataclasses.replace(causal, mask=mask, modifier=modifier)
+        return Group((case,), peers(*names), plain=True)
+
+    return (
+        Group((causal,), peers("fa3", "fa4", "cudnn", "fa2", "flex")),
+        modified("softcap:30", "fa3", "fa4", "flex"),
+        modified("alibi", "fa4", "flex"),
+        modified("sink", "fa4", "flex"),
+        modified("dropout:0.1", "cudnn", "efficient", "fa2"),
+        modified("bias", "fa4", "cudnn", "efficient", "flex"),
+        modified("", "fa4", "flex", mask="window:1024,0"),
+        modified("mask", "cudnn", "efficient", "flex"),
+        modified("documents", "flex"),
+        modified("prefix:1024", "flex", mask="full"),
+    )
+
+
+def varlen() -> tuple[Group, ...]:
+    """Return packed sequences, of one length and of many."""
+    drawn = log_uniform(32, 8192, 32768, seed=2026)
+    cases = (packed(lengths, mask) for mask in ("causal", "full") for lengths in (EQUAL, drawn))
+    return (Group(tuple(cases), peers("fa4", "fa3", "fa2", "flex")),)
+
+
+def packed(lengths: tuple[int, ...], mask: str) -> Case:
+    """Return bf16 self-attention of packed sequences."""
+    case = square("bf16", len(lengths), max(lengths), 16, 128, mask)
+    return dataclasses.replace(case, lengths=lengths)
 
 
 def narrowed(
@@ -77,7 +122,7 @@ def narrowed(
         Of a suite.
     rows
         Regular expression that is found in the text of the cases to keep, like
-        ``bf16 .* S8192 .* D128 causal``.
+        ``bf16 .* S8192 .* D128 causal``; the text of 8-bit ones also has the word ``fp8``.
     peers, without
         Comma lists of the only peers to keep, and of those to leave out; "none" keeps none.
     kernel
@@ -97,13 +142,18 @@ def narrowed(
     found = [
         dataclasses.replace(
             group,
-            cases=tuple(case for case in group.cases if pattern.search(str(case))),
+            cases=tuple(case for case in group.cases if pattern.search(text(case))),
             peers=tuple(peer for peer in group.peers if peer.name in kept),
             kernel=kernel or group.kernel,
         )
         for group in groups
     ]
     return tuple(group for group in found if group.cases)
+
+
+def text(case: Case) -> str:
+    """Return the text that `rows` is looked for in."""
+    return f"{case} fp8" if DTYPES[case.dtype].itemsize == 1 else str(case)
 
 
 def square(dtype: str, batch: int, length: int, heads: int, dim: int, mask: str) -> Case:
@@ -121,6 +171,8 @@ def suites() -> dict[str, tuple[Group, ...]]:
             Group(dense("fp32"), (PEERS["efficient"],), kernel=sm80),
         ),
         "hopper": hopper(),
+        "modifiers": modifiers(),
+        "varlen": varlen(),
         # What a warm call costs: the problem is so small that Python is all of it.
         "host": (
             Group(

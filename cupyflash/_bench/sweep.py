@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _jit
-from ..errors import CupyflashError, DeviceUnavailable, InvalidArgument
+from ..errors import DeviceUnavailable, InvalidArgument
 from . import environment
 from .case import Case, short_dtype, split_masks
 from .limits import limits
@@ -120,6 +121,7 @@ def document(
     tell: Tell,
     commit: str | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda document: None,
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """Measure, and return the results with all that they depend on.
 
@@ -135,6 +137,8 @@ def document(
         The commit to record, where the tree has no history of its own.
     keep
         Is given what there is after each case, so that an interrupted run leaves something.
+    until
+        When `time.perf_counter` says this, no further case begins.
     """
     on_gpu = any(group.device == "cuda" for group in groups)
     for group in groups:
@@ -144,7 +148,7 @@ def document(
     env["limits"] = limits() if on_gpu else {}
     compile_ahead(groups)
     rows: list[dict[str, Any]] = []
-    for found in run(suite, groups, effort, tell):
+    for found in run(suite, groups, effort, tell, until):
         rows += found
         keep({"env": env, "rows": rows})
     return {"env": env | {"clocks_after": environment.clocks()}, "rows": rows}
@@ -160,7 +164,7 @@ def compile_ahead(groups: tuple[Group, ...]) -> None:
     arch = str(_jit.compute_capability(0))
 
     def compile_one(case: Case, kernel: str | None) -> None:
-        with contextlib.suppress(CupyflashError):  # which the case itself will meet and report
+        with contextlib.suppress(Exception):  # which the case itself will meet and report
             unit(case, arch, kernel).compile()
 
     with ThreadPoolExecutor() as pool:

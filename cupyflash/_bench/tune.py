@@ -20,7 +20,8 @@ from .. import _jit, _kernels
 from .._call import PLANS
 from ..errors import CompileFailed
 from .case import Case
-from .run import Effort, Entry, Group, attempt, preheat, row_of, start
+from .results import OWN
+from .run import Effort, Entry, attempt, preheat, row_of, start
 from .runner import cupyflash
 from .truth import Truth
 
@@ -46,9 +47,9 @@ def fastest(
         Rounds, and seconds per candidate and round.
     """
     found = compiled(case, kernel, configs)
-    base, group = next(iter(found)), Group((case,), kernel=kernel.name)
+    base = next(iter(found))
     build = functools.partial(cupyflash, kernel=kernel.name)
-    entries = {config: Entry("cupyflash", build) for config in found}
+    entries = {config: Entry(OWN, case, build) for config in found}
     arrays = case.shared_inputs()
     truth = Truth(case, arrays)
     for config, entry in entries.items():
@@ -57,12 +58,12 @@ def fastest(
             entry.error = used
             continue
         with using(kernel, config):  # the graph that it is captured in keeps it
-            attempt(entry, functools.partial(start, entry, case, arrays, group.device, truth))
+            attempt(entry, functools.partial(start, entry, arrays, "cuda", truth))
     race(list(entries.values()), effort)
     rows = [
         {
             "suite": "tune",
-            **row_of(case, entry, group),
+            **row_of(case, entry),
             "config": differences(config, base),
             "registers": getattr(found[config], "registers", None),
         }
