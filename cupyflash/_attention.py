@@ -331,14 +331,16 @@ def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Ex
         The arrays of the call. Without them sizes describe it, and no GPU is needed.
     batch, len_q, len_k, heads_q, heads_k, head_dim, head_dim_v : int, optional
         The sizes: len_q and head_dim at least; batch and heads_q are 1 by default, and len_k,
-        heads_k and head_dim_v follow the others.
+        heads_k and head_dim_v follow the others. With ``cu_seqlens_q`` and ``cu_seqlens_k`` the
+        batch is the number of sequences, and len_q and len_k are the rows of all of them.
     dtype : str or dtype, optional
         The element type, bfloat16 by default; only with sizes.
     arch : int, str or None, optional
         Compute capability of the GPU, 90 or "sm_90" for 9.0 (the default), or None for arrays in
         host memory; only with sizes.
     **arguments : object
-        Options as `attention` takes them; with sizes, True stands for an optional array.
+        Options as `attention` and `attention_varlen` take them; with sizes, True stands for an
+        optional array.
 
     Returns
     -------

@@ -16,15 +16,18 @@ from ._launch import Launch, bind
 from ._problem import (
     BROADCAST,
     DTYPES,
+    INTEGERS,
     LAYOUTS,
-    SHAPES,
+    Form,
     Operands,
     Problem,
     describe,
+    forms,
     host_metadata,
+    shapes,
     stand_in,
 )
-from ._scalars import architecture, flag, recorded_state, refuse_gradient
+from ._scalars import architecture, flag, hint, recorded_state, refuse_gradient
 from .errors import (
     CompileFailed,
     DeviceUnavailable,
@@ -32,12 +35,16 @@ from .errors import (
     InvalidType,
     UnsupportedProblem,
 )
+from .masks import Segments
 
 __all__ = ["Explanation", "Request", "explain", "resolve", "split", "supports", "warmup"]
 
 MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 # The optional arrays: True stands for one in a call of sizes alone.
 EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
+HINTS = ("max_seqlen_q", "max_seqlen_k")
+# What segment_ids=True stands for.
+SEGMENTS = Form("segment_ids", Segments(None), ("segment_ids[0]", "segment_ids[1]"))
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,17 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         place = "host memory" if p.arch is None else f"compute capability {p.arch / 10:.1f}"
+        batch = "" if p.packed else f"{p.batch}, "
         lines = [
             f"{p.op}, {p.dtype}, {p.band.label} ({p.band.alignment}), {place}",
-            f"  q    ({p.batch}, {p.len_q}, {p.heads_q}, {p.head_dim})",
-            f"  k    ({p.batch}, {p.len_k}, {p.heads_k}, {p.head_dim})",
-            f"  v    ({p.batch}, {p.len_k}, {p.heads_k}, {p.head_dim_v})",
+            f"  q    ({batch}{p.len_q}, {p.heads_q}, {p.head_dim})",
+            f"  k    ({batch}{p.len_k}, {p.heads_k}, {p.head_dim})",
+            f"  v    ({batch}{p.len_k}, {p.heads_k}, {p.head_dim_v})",
         ]
+        if p.packed:
+            lines.append(f"  sequences  {p.batch}")
+        if p.masks:
+            lines.append(f"  masks      {' & '.join(type(mask).__name__ for mask in p.masks)}")
         if p.modifiers:
             lines.append(f"  with {', '.join(p.modifiers)}")
         lines.append(f"kernel: {self.kernel or 'none'}")
@@ -155,13 +167,20 @@ def resolve(
     arrays: tuple[Any, Any, Any], sizes: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Request:
     """Describe a call, from its arrays or, where all are None, from sizes by name."""
-    known = {*SCALARS, *EXTRAS, "out", "rng_state", "return_lse"}
+    known = {*SCALARS, *EXTRAS, *HINTS, "mask", "segment_ids", "out", "rng_state", "return_lse"}
     if unknown := options.keys() - known:
         raise InvalidType(f"`{min(unknown)}` is no option of attention: see its documentation")
     scalars = {name: options[name] for name in SCALARS if name in options}
     kernel = scalars.pop("kernel", None)
-    given = {name: options.get(name) for name in (*EXTRAS, "out")}
+    for name in HINTS:
+        hint(name, options.get(name))
+    ids = options.get("segment_ids")
+    masks, mask_arrays = forms(options.get("mask"), None if ids is True else ids)
+    given = {name: options.get(name) for name in (*EXTRAS, "out")} | mask_arrays
     if all(x is None for x in arrays):
+        if ids is True:
+            masks = (*masks, SEGMENTS)
+            given |= dict.fromkeys(SEGMENTS.names, True)
         records, arch = _placeholders(Sizes(**sizes), scalars.get("layout", "bshd"), given)
     elif sizes:
         raise InvalidArgument(
@@ -179,7 +198,7 @@ def resolve(
     state = options.get("rng_state")
     # The state decides nothing here, so that it may be missing; True stands for one.
     state = (0, 0) if state is None or state is True else recorded_state(state)
-    problem, operands = describe(records, arch=arch, rng_state=state, **scalars)
+    problem, operands = describe(records, arch=arch, rng_state=state, masks=masks, **scalars)
     return Request(problem, operands, kernel, records["q"].device)
 
 
@@ -255,21 +274,24 @@ def _placeholders(
     bound, dtype = sizes.resolved(), _dtype_name(sizes.dtype)
     arch = None if sizes.arch is None else architecture(sizes.arch)
     axes = LAYOUTS.get(layout, LAYOUTS["bshd"]) if isinstance(layout, str) else LAYOUTS["bshd"]
+    packed = given["cu_seqlens_q"] is not None
+    wanted = {name: words[0] for name, words in shapes(packed).items()} | BROADCAST
+    wanted |= dict(zip(SEGMENTS.names, SEGMENTS.mask.shapes.values(), strict=True))
+    bound |= {"total_q": bound["len_q"], "total_k": bound["len_k"], "batch + 1": bound["batch"] + 1}
     records = {}
-    for name in ("q", "k", "v", *(name for name in EXTRAS if given[name] is True)):
-        words = SHAPES[name][0] if name in SHAPES else BROADCAST[name]
-        shape = tuple(bound[word] for word in words)
+    for name in ("q", "k", "v", *(x for x in given if given[x] is True and x != "out")):
+        shape = tuple(bound[word] for word in wanted[name])
         if math.prod(shape) > MAX_ELEMENTS:
             raise InvalidArgument(
                 f"`{name}` of shape {shape} is larger than any memory: make its sizes smaller"
             )
-        if name in ("q", "k", "v"):
+        if name in ("q", "k", "v") and not packed:
             shape = tuple(shape[axis] for axis in axes)
         records[name] = Array(
             pointer=0,
             shape=shape,
             strides=contiguous_strides(shape),
-            dtype=dtype if name in ("q", "k", "v") else DTYPES[name][0],
+            dtype=dtype if name in ("q", "k", "v") else DTYPES.get(name, INTEGERS)[0],
             device=HOST if arch is None else sizes.device,
             framework="no",
             readonly=False,

@@ -22,7 +22,7 @@ from .masks import Band, Mask, Segments
 
 __all__ = [
     "DESCALES", "LAYOUTS", "MODIFIERS", "Extent", "Form", "Operands", "Problem", "describe",
-    "extents", "forms", "host_metadata", "is_metadata", "recheck", "stand_in",
+    "extents", "forms", "host_metadata", "is_metadata", "recheck", "shapes", "stand_in",
 ]  # fmt: skip
 
 Shape = tuple[str, ...]
@@ -202,10 +202,10 @@ def describe(
         raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {layout!r}")
     band = Band.of(causal, window_size, alignment)
     band, rest = _merged(band, masks, aligned="alibi_slopes" in arrays)
-    packed = "cu_seqlens_q" in arrays
+    packed = _is_packed(arrays)
     axes = (0, 1, 2) if packed else LAYOUTS[layout]
     _check_kinds(arrays)
-    sizes, operands = _bind(arrays, (PACKED | SHAPES | PACKED) if packed else SHAPES, axes)
+    sizes, operands = _bind(arrays, shapes(packed), axes)
     _check_heads(sizes["heads_q"], sizes["heads_k"])
     longest = _check_lengths(operands, sizes, packed)
     for name, words in BROADCAST.items():
@@ -332,6 +332,11 @@ def stand_in(name: str, value: Any, q: Array) -> Array | None:
     return q._replace(pointer=0, shape=(), strides=(), dtype="float32", owner=None)
 
 
+def shapes(packed: bool) -> dict[str, tuple[Shape, ...]]:
+    """Return the shapes that arrays may have, by name, in the order in which they are bound."""
+    return PACKED | SHAPES | PACKED if packed else SHAPES
+
+
 def is_metadata(name: str) -> bool:
     """Return whether an array may lie in host memory beside arrays of a GPU."""
     return name in METADATA or name not in DTYPES.keys() | {"out"}
@@ -396,6 +401,16 @@ def _origin(array: Array) -> str:
     """Say what an array is and where it lies."""
     place = "in host memory" if array.device == HOST else f"on CUDA device {array.device}"
     return f"a {array.framework} array {place}"
+
+
+def _is_packed(arrays: Mapping[str, Array]) -> bool:
+    """Return whether a call is of packed sequences."""
+    both = ("cu_seqlens_q", "cu_seqlens_k")
+    given = [name for name in both if name in arrays]
+    if len(given) == 1:
+        (missing,) = {*both} - {*given}
+        raise InvalidArgument(f"`{missing}` is missing beside `{given[0]}`: pass both")
+    return bool(given)
 
 
 def _merged(band: Band, masks: Iterable[Form], *, aligned: bool) -> tuple[Band, tuple[Form, ...]]:
@@ -544,6 +559,11 @@ def _values(array: Array | None) -> np.ndarray | None:
 
 def _check_bounds(bounds: np.ndarray, name: str, word: str, total: int) -> None:
     """Check where packed sequences begin and end."""
+    if bounds[0] != 0:
+        raise InvalidArgument(
+            f"`{name}[0]` must be 0, got {bounds[0]}: pass where the sequences begin and the last "
+            "ends, not their lengths"
+        )
     beyond = np.flatnonzero((bounds < 0) | (bounds > total))
     if beyond.size:
         raise InvalidArgument(

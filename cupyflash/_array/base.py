@@ -40,7 +40,8 @@ class Adapter(abc.ABC):
     """The bridge to one framework; ``adapter_of`` finds it.
 
     The methods that a warm call uses (``facts``, ``pointer``, ``device``, ``stream``,
-    ``empty_strided``) check nothing; ``array`` checks all, and has run once for every value of ``facts`` that has a plan.
+    ``empty_strided``) check nothing; ``array`` checks all, and has run once for every value of
+    ``facts`` that has a plan.
     """
 
     framework: ClassVar[str]
