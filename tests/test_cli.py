@@ -417,7 +417,7 @@ def script(name: str) -> Any:
 def test_the_scripts_of_bench_write_and_print_a_results_file(monkeypatch, tmp_path: Path) -> None:
     case = Case("fp32", 1, 16, 16, 1, 1, 8, 8, "causal")
     monkeypatch.setattr(sweep, "named", lambda name: (Group((case,), (), "cpu"),))
-    words = ["cpu", "--rounds", "1", "--budget", "0.0001", "--out", str(tmp_path)]
+    words = ["cpu", "--rounds", "1", "--turn", "0.0001", "--out", str(tmp_path)]
     done = CliRunner().invoke(script("run").main, [*words, "--commit", "abc"])
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("*-cpu.json")
