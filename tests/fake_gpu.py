@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from fake_policies import Reader
 
-from cupyflash import _array, _call, _driver, _jit, _launch, _tensor_map, _tickets, reference
+from cupyflash import _array, _call, _cpu, _driver, _jit, _launch, _tensor_map, _tickets, reference
 from cupyflash._array import ITEMSIZES, Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
@@ -151,9 +152,11 @@ class FakeKernel:
         (argument,) = args
         assert type(argument) is np.void  # by value
         struct: Any = ParamsSm90 if "attention_fwd_sm90" in self.unit else Params
-        assert argument.itemsize == ctypes.sizeof(struct)
+        self.params = argument.tobytes()
+        self.modified = "using Score = " in self.unit  # all policies follow, not a band alone
+        assert self.modified or argument.itemsize == ctypes.sizeof(struct)
         assert shared_mem == self.shared_bytes
-        p = struct.from_buffer_copy(argument.tobytes())
+        p = struct.from_buffer_copy(self.params)
         self.launches.append(
             SimpleNamespace(
                 grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p
@@ -163,6 +166,9 @@ class FakeKernel:
 
     def compute(self, p: Any) -> None:
         dtype = DTYPES[re.search(r"using T = (\w+);", self.unit)[1]]
+        if self.modified:
+            self.compute_modified(p, dtype)
+            return
         has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
         left, right = (
             x if flag == "true" else -1 for x, flag in zip((p.left, p.right), has, strict=True)
@@ -178,6 +184,23 @@ class FakeKernel:
         if p.lse:
             strides = _array.contiguous_strides(lse.shape)
             host_view(Array(p.lse, lse.shape, strides, "float32", -1, "", False, None))[...] = lse
+
+    def compute_modified(self, p: Params, dtype: str) -> None:
+        """Compute by the CPU path with the policies that follow in Params."""
+        sizes = {name: getattr(p, name) for name in ("batch", "len_q", "len_k", "heads_q")}
+        options = Reader(self.unit, self.params[Params.left.offset :], sizes).options
+        natural = "using Score = Identity;" not in self.unit
+        packed = "using Sequences = Packed;" in self.unit
+        lse = None
+        if p.lse:
+            shape = (1 if packed else p.batch, p.heads_q, p.len_q)
+            strides = _array.contiguous_strides(shape)
+            lse = host_view(Array(p.lse, shape, strides, "float32", -1, "", False, None))
+        if packed:
+            p.batch = 1
+        q, k, v, out = (self.view(p, x, dtype) for x in "qkvo")
+        scale = p.scale if natural else p.scale / LOG2_E
+        _cpu.attention(q, k, v, out, lse, scale=scale, **options)
 
     def descales(self, p: Any) -> dict[str, np.ndarray]:
         """What the operands are multiplied by."""
