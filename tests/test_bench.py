@@ -414,6 +414,12 @@ def test_lengths_are_drawn_up_to_a_total_and_alike_each_time() -> None:
     assert np.median(many) == pytest.approx(512, rel=0.25)  # half way in logarithms
 
 
+def test_a_packed_case_is_asked_about_by_its_rows() -> None:
+    problem = packed("causal", "bf16").request(90).problem
+    assert problem.packed
+    assert (problem.batch, problem.len_q, problem.len_k) == (4, 210, 210)
+
+
 @pytest.mark.parametrize("text", ["softcap", "alibi:3", "tanh", "dropout:x"])
 def test_an_unknown_modifier_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="`modifier` must be one of softcap:VALUE"):
@@ -432,7 +438,7 @@ def test_ours_is_timed_with_each_modifier_and_beside_the_plain_kernel(modifier: 
     assert "error" not in own, own["error"]
     assert (own["impl"], plain["impl"]) == ("cupyflash", "plain")
     assert own["variant"] == plain["variant"] == modifier  # one problem
-    assert plain["kernel"] == "cpu"
+    assert own["kernel"] == plain["kernel"] == "cpu"
     plain_flops = modified("alibi").flops()  # which are those of the causal case
     assert plain["tflops"] == pytest.approx(plain_flops / plain["kernel_us"] / 1e6)
     json.dumps([own, plain])
@@ -442,6 +448,7 @@ def test_ours_is_timed_with_each_modifier_and_beside_the_plain_kernel(modifier: 
 def test_ours_is_timed_on_packed_sequences(mask: str) -> None:
     (own,) = measured(run.Group((packed(mask),), (), "cpu"))
     assert "error" not in own, own["error"]
+    assert own["kernel"] == "cpu"
     assert own["lengths"] == [70, 1, 130, 9]
     assert own["variant"] == "packed"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import reference
 from .._explain import Request, resolve
-from ..errors import InvalidArgument, UnsupportedProblem
+from ..errors import InvalidArgument
 from ..masks import Band
 from .modifiers import Modifier, Place, modifier, squares
 
@@ -151,12 +151,12 @@ class Case:
         """Return the sizes as arguments of `cupyflash.explain`; no architecture is the host."""
         names = ("batch", "len_q", "len_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
         sizes = {name: getattr(self, name) for name in names}
+        if self.lengths:  # then the rows of all of them
+            sizes["len_q"] = sizes["len_k"] = sum(self.lengths)
         return {**sizes, "dtype": DTYPES[self.dtype].name, "arch": arch}
 
     def request(self, arch: int | None) -> Request:
         """Return the call that the dispatch table is asked about."""
-        if self.lengths:
-            raise UnsupportedProblem("packed sequences are described by their arrays")
         return resolve((None, None, None), self.sizes(arch), self.arguments(lambda array: True))
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
