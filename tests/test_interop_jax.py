@@ -7,12 +7,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import judge
+from cases import MODIFIED, Modified
+from harness import hosted, judge
 from kits import Kit, opened
 
 import cupyflash
 from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem
 from cupyflash._array import jax_arrays
+from cupyflash.masks import All, Band, Mask, PrefixLM, Segments
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.frameworks
@@ -256,52 +258,52 @@ MODIFIERS = {
 }
 
 
-def test_modifiers_are_operands(host: Kit) -> None:
+def test_modifiers_are_operands(kit: Kit) -> None:
     arrays = inputs()
     scalars = {"softcap": MODIFIERS["softcap"]}
     extras = {name: x for name, x in MODIFIERS.items() if name not in scalars}
-    put = {name: host.put(x) for name, x in extras.items()}
-    check(host, attend(*map(host.put, arrays), **put, **scalars), arrays, **MODIFIERS)
+    put = {name: kit.put(x) for name, x in extras.items()}
+    check(kit, attend(*map(kit.put, arrays), **put, **scalars), arrays, **MODIFIERS)
     compiled = jax.jit(lambda a, extras: attend(*a, **extras, **scalars))
-    check(host, compiled([*map(host.put, arrays)], put), arrays, **MODIFIERS)
+    check(kit, compiled([*map(kit.put, arrays)], put), arrays, **MODIFIERS)
 
 
-def test_modifiers_under_vmap(host: Kit) -> None:
+def test_modifiers_under_vmap(kit: Kit) -> None:
     arrays = inputs(3)
     bias = np.stack([MODIFIERS["attn_bias"] * i for i in range(3)])
-    mask = host.put(MODIFIERS["attn_mask"])
+    mask = kit.put(MODIFIERS["attn_mask"])
     f = jax.vmap(lambda q, k, v, bias: attend(q, k, v, attn_bias=bias, attn_mask=mask))
-    out, lse = f(*map(host.put, arrays), host.put(bias))
+    out, lse = f(*map(kit.put, arrays), kit.put(bias))
     for i in range(3):
         items = [x[i] for x in arrays]
         options = {"attn_bias": bias[i], "attn_mask": MODIFIERS["attn_mask"]}
-        check(host, (out[i], lse[i]), items, **options)
+        check(kit, (out[i], lse[i]), items, **options)
 
 
-def test_lengths_are_clamped_where_nobody_may_read_them(host: Kit) -> None:
+def test_lengths_are_clamped_where_nobody_may_read_them(kit: Kit) -> None:
     arrays = inputs()
     compiled = jax.jit(lambda a, lengths: attend(*a, seqused_k=lengths))
-    wild = host.put(np.array([-5, 1000], np.int32))
-    out, lse = compiled([*map(host.put, arrays)], wild)
-    check(host, (out, lse), arrays, seqused_k=np.array([0, 9]))
+    wild = kit.put(np.array([-5, 1000], np.int32))
+    out, lse = compiled([*map(kit.put, arrays)], wild)
+    check(kit, (out, lse), arrays, seqused_k=np.array([0, 9]))
     with pytest.raises(InvalidArgument, match=r"`seqused_k\[1\]` must be from 0"):
-        attend(*map(host.put, arrays), seqused_k=np.array([4, 1000]))
-    plain = attend(*map(host.put, arrays), seqused_k=[4, 9])
-    check(host, plain, arrays, seqused_k=np.array([4, 9]))
+        attend(*map(kit.put, arrays), seqused_k=np.array([4, 1000]))
+    plain = attend(*map(kit.put, arrays), seqused_k=[4, 9])
+    check(kit, plain, arrays, seqused_k=np.array([4, 9]))
 
 
-def test_dropout_takes_its_state_from_the_host_or_from_jax(host: Kit) -> None:
+def test_dropout_takes_its_state_from_the_host_or_from_jax(kit: Kit) -> None:
     arrays = inputs()
-    q, k, v = map(host.put, arrays)
+    q, k, v = map(kit.put, arrays)
     seed, offset = 0xFEDCBA9876543210, (7 << 32) + 5
     words = np.array([0x76543210, 0xFEDCBA98, 5, 7], np.uint32)
     options = {"dropout_p": 0.3, "rng_state": (seed, offset)}
     out = attend(q, k, v, **options)
-    check(host, out, arrays, **options)
+    check(kit, out, arrays, **options)
     compiled = jax.jit(lambda state: attend(q, k, v, dropout_p=0.3, rng_state=state))
-    np.testing.assert_array_equal(host.get(compiled(host.put(words))[0]), host.get(out[0]))
+    np.testing.assert_array_equal(kit.get(compiled(kit.put(words))[0]), kit.get(out[0]))
     with pytest.raises(InvalidType, match="`rng_state` must be int64 or uint64"):
-        compiled(host.put(np.zeros(3, np.uint32)))
+        compiled(kit.put(np.zeros(3, np.uint32)))
     with pytest.raises(InvalidArgument, match="`rng_state` is None"):
         attend(q, k, v, dropout_p=0.3)
 
@@ -314,6 +316,145 @@ def test_double_precision(host: Kit) -> None:
     ref, ref_lse = cupyflash.reference.attention(*arrays, causal=True)
     np.testing.assert_allclose(host.get(out), ref, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(host.get(lse), ref_lse, rtol=1e-12)
+
+
+# Masks and packed sequences
+
+
+def placed(kit: Kit, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with arrays of JAX; 64-bit integers stay NumPy's."""
+
+    def place(x: Any) -> Any:
+        if isinstance(x, Mask):
+            return All(*(part.bound(*map(place, part.arrays)) for part in x.parts))
+        wide = not isinstance(x, np.ndarray) or x.dtype in (np.int64, np.uint64)
+        return x if wide else kit.put(x)
+
+    return {name: place(x) for name, x in hosted(options).items()}
+
+
+JAX_CASES = [case for case in MODIFIED if "bias_fp64" not in case.modifiers][::5]
+
+
+@pytest.mark.parametrize("case", JAX_CASES, ids=lambda case: case.id)
+def test_case(kit: Kit, case: Modified) -> None:
+    arrays, options = [x.host for x in case.arrays()], case.options
+    function = cupyflash.attention if case.packed is None else cupyflash.attention_varlen
+    result = function(*map(kit.put, arrays), **placed(kit, options), return_lse=True)
+    judge(tuple(map(kit.get, result)), *arrays, **options)
+
+
+def packed_inputs(*lead: int) -> list[np.ndarray]:
+    q, k, v = inputs(*lead, batch=1)
+    return [x.reshape(*lead, *x.shape[-3:]) for x in (q, k, v)]
+
+
+def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, **options: Any) -> Any:
+    return cupyflash.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, **options)
+
+
+ENDS = np.array([0, 2, 2, 4], np.int32), np.array([0, 5, 7, 9], np.int32)
+
+
+def test_packed_sequences_under_jit(kit: Kit) -> None:
+    arrays = packed_inputs()
+    compiled = jax.jit(varlen)
+    for ends in (ENDS, (ENDS[0] // 2, ENDS[1] // 3)):
+        options = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+        for function in (varlen, compiled):
+            result = function(*map(kit.put, arrays), *map(kit.put, ends))
+            check(kit, result, arrays, **options)
+    assert compiled._cache_size() == 1
+    used = kit.put(np.array([1, 0, 2], np.int32))
+    result = compiled(*map(kit.put, arrays), *map(kit.put, ENDS), seqused_q=used)
+    options = {"cu_seqlens_q": ENDS[0], "cu_seqlens_k": ENDS[1], "seqused_q": np.array(used)}
+    check(kit, result, arrays, **options)
+
+
+@pytest.mark.parametrize(
+    "wild",
+    [
+        [0, 2, 1000, 1000],
+        [-7, -3, 2, 5],
+        [1, 2, 3, 4],
+        [0, 5, 3, 2],
+        [2**31 - 1, -(2**31), 2**31 - 1, 0],
+        [4, 2, 9, 9],
+    ],
+    ids=str,
+)
+def test_no_value_of_lengths_leads_out_of_the_arrays(kit: Kit, wild: list[int]) -> None:
+    arrays = packed_inputs()
+    ends = np.array(wild, np.int32)
+    bias = np.ones((1, 1, 2, 3), np.float32)  # fewer positions than a sequence may have
+    for options in ({}, {"seqused_k": np.array([-1, 2**30, 3], np.int32)}):
+        result = jax.jit(varlen)(*map(kit.put, (*arrays, ends, ends)), **placed(kit, options))
+        sequences = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        check(kit, result, arrays, **sequences, **options)
+        result = jax.jit(varlen)(
+            *map(kit.put, (*arrays, ends, ends)), **placed(kit, options), attn_bias=kit.put(bias)
+        )
+        full = np.ones((1, 1, 9, 9), np.float32)
+        check(kit, result, arrays, **sequences, **options, attn_bias=full)
+
+
+def test_packed_sequences_under_vmap(kit: Kit) -> None:
+    arrays = packed_inputs(3)
+    ends = np.stack([ENDS[0], ENDS[0] // 2, [0, 0, 0, 5]]).astype(np.int32)
+    out, lse = jax.vmap(varlen)(*map(kit.put, (*arrays, ends)), kit.put(np.stack([ENDS[1]] * 3)))
+    for i in range(3):
+        options = {"cu_seqlens_q": ends[i], "cu_seqlens_k": ENDS[1]}
+        check(kit, (out[i], lse[i]), [x[i] for x in arrays], **options)
+    some = jax.jit(jax.vmap(varlen, (0, None, 0, None, None)))
+    q, k, v = arrays
+    out, lse = some(*map(kit.put, (q, k[0], v, *ENDS)))
+    for i in range(3):
+        options = {"cu_seqlens_q": ENDS[0], "cu_seqlens_k": ENDS[1]}
+        check(kit, (out[i], lse[i]), [q[i], k[0], v[i]], **options)
+
+
+def test_arrays_of_masks_are_operands(kit: Kit) -> None:
+    arrays = inputs()
+    prefix = np.array([3, 9], np.int32)
+    ids = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]), np.array([[0] * 4 + [1] * 5, [1] * 9])
+
+    def masked(a: Any, prefix: Any, ids_q: Any, ids_k: Any) -> Any:
+        return cupyflash.attention(
+            *a, mask=PrefixLM(prefix) & Segments(ids_q, ids_k), return_lse=True
+        )
+
+    operands = [kit.put(x.astype(np.int32)) for x in (prefix, *ids)]
+    for function in (masked, jax.jit(masked)):
+        result = function([*map(kit.put, arrays)], *operands)
+        check(kit, result, arrays, mask=PrefixLM(prefix) & Segments(*ids), causal=False)
+    result = masked([*map(kit.put, arrays)], prefix, *ids)  # lengths of the host beside them
+    check(kit, result, arrays, mask=PrefixLM(prefix) & Segments(*ids), causal=False)
+
+
+def test_segments_under_vmap(kit: Kit) -> None:
+    arrays = [x[..., :1, :] if n else x for n, x in enumerate(inputs(3))]
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (3, 2, 9)).astype(np.int32))
+    f = jax.vmap(lambda q, k, v, i: attend(q, k, v, segment_ids=(i[:, :5], i)))
+    out, lse = f(*map(kit.put, arrays), kit.put(ids))
+    for i in range(3):
+        mask = Segments(ids[i][:, :5], ids[i])
+        check(kit, (out[i], lse[i]), [x[i] for x in arrays], mask=mask)
+
+
+def test_a_band_as_a_mask(kit: Kit) -> None:
+    arrays = inputs()
+    for band in (Band(2, -1), Band(None, 3, "top_left"), Band(-1, None)):
+        result = jax.jit(lambda *a, band=band: attend(*a, mask=band))(*map(kit.put, arrays))
+        check(kit, result, arrays, mask=band)
+
+
+def test_integers_that_jax_cannot_hold_are_refused(host: Kit) -> None:
+    q, k, v = map(host.put, inputs())
+    with pytest.raises(InvalidArgument, match=r"`mask\.prefix` holds values beyond int32"):
+        attend(q, k, v, mask=PrefixLM(2**40))
+    with jax.enable_x64(True):
+        out = cupyflash.attention(q, k, v, mask=PrefixLM(2**40))
+    np.testing.assert_array_equal(host.get(out), host.get(cupyflash.attention(q, k, v)))
 
 
 # On a GPU
@@ -332,17 +473,9 @@ def test_arrays_of_the_host_beside_a_gpu() -> None:
         judge((np.asarray(out), np.asarray(lse)), *arrays, causal=True)
 
 
-@pytest.mark.gpu
-def test_modifiers_are_refused_on_a_gpu_while_tracing() -> None:
-    with opened("jax_cuda") as kit:
-        q, k, v = map(kit.put, inputs())
-        with pytest.raises(UnsupportedProblem, match="softcap"):
-            jax.jit(lambda q: cupyflash.attention(q, k, v, softcap=3.0))(q)
-
-
-def test_lengths_and_states_of_another_library(host: Kit) -> None:
+def test_lengths_and_states_of_another_library(kit: Kit) -> None:
     torch = pytest.importorskip("torch")
     arrays = inputs()
     options = {"seqused_k": np.array([3, 7]), "dropout_p": 0.5, "rng_state": np.array([1, 2])}
     others = {name: torch.tensor(x) if name != "dropout_p" else x for name, x in options.items()}
-    check(host, attend(*map(host.put, arrays), **others), arrays, **options)
+    check(kit, attend(*map(kit.put, arrays), **others), arrays, **options)

@@ -14,7 +14,15 @@ from .._array.host import host_view
 from .._array.jax_arrays import device_of, element_type, is_tracer, ordinal
 from .._kernels import select
 from .._philox import seed_offset
-from .._problem import DESCALES, DTYPES, METADATA, describe, host_metadata, stand_in
+from .._problem import (
+    DESCALES,
+    DTYPES,
+    Form,
+    describe,
+    host_metadata,
+    is_metadata,
+    stand_in,
+)
 from .._scalars import factor, random_state, recorded_state
 from ..errors import InvalidArgument, UnsupportedProblem
 from .run import Call, bound_of, compute, views_of
@@ -32,6 +40,7 @@ def attention(
     kernel: str | None = None,
     rng_state: Any = None,
     layout: str = "bshd",
+    masks: tuple[Form, ...] = (),
     **options: Any,
 ) -> Any:
     """Compute attention of JAX arrays, eagerly or inside ``jit`` and ``vmap``.
@@ -44,8 +53,11 @@ def attention(
         Must be None.
     rng_state
         A pair of integers, or an array of them, which is read when XLA runs.
+    masks : tuple of Form
+        Those of the call, whose arrays are among the options.
     options
-        The other arguments of `cupyflash.attention`; its arrays only where they are not None.
+        The other arguments of `cupyflash.attention`; its arrays only where they are not None. With
+        cu_seqlens_q and cu_seqlens_k those of `cupyflash.attention_varlen`.
 
     Returns
     -------
@@ -56,7 +68,7 @@ def attention(
             "`out` must be None for JAX arrays, which cannot be written: use the result"
         )
     arrays = {"q": q, "k": k, "v": v}
-    for name in DTYPES:
+    for name in (*DTYPES, *(name for form in masks for name in form.names)):
         if name in options:
             arrays[name] = host_metadata(options.pop(name), name)
     factors = {name: arrays.pop(name) for name in DESCALES if name in arrays}
@@ -70,20 +82,24 @@ def attention(
         arch=None if device == HOST else _jit.compute_capability(device),
         rng_state=None if seed is None else (0, 0),
         layout=layout,
+        masks=masks,
         **options,
     )
     select(problem, kernel)
-    for name in METADATA:  # JAX takes NumPy's arrays, and no other library's
-        if name in arrays and adapter_of(arrays[name], name).framework != "jax":
-            arrays[name] = host_view(records[name])
+    for name, x in arrays.items():  # JAX takes NumPy's arrays, and no other library's
+        if is_metadata(name) and adapter_of(x, name).framework != "jax":
+            arrays[name] = _canonical(host_view(records[name]), name)
+            records[name] = _record(arrays[name], name, device)._replace(pointer=0)
     arrays |= {name: _matrix(name, x) for name, x in factors.items()}
     if problem.dropout_p:
         arrays["rng_state"] = seed
+        records["rng_state"] = _record(seed, "rng_state", device)._replace(pointer=0)
     ranks = tuple((name, len(x.shape)) for name, x in arrays.items())
-    call = Call(problem, ranks, layout, bool(return_lse), kernel)
+    call = Call(problem, ranks, layout, bool(return_lse), kernel, masks)
     if device != HOST:
+        views = views_of(records)
         for place in (device, *others):  # loaded now: a callback may run while a graph is captured
-            bound_of(call, views_of(records), place, 0)
+            bound_of(call, views, place)
     results = _program()(call, *arrays.values())
     return results if return_lse else results[0]
 
@@ -135,7 +151,8 @@ def _program() -> Any:
         problem = call.problem
         shapes = [((*arrays[0].shape[:-1], problem.head_dim_v), problem.output_dtype)]
         if call.return_lse:
-            shapes += [((problem.batch, problem.heads_q, problem.len_q), problem.lse_dtype)]
+            batch = () if problem.packed else (problem.batch,)
+            shapes += [((*batch, problem.heads_q, problem.len_q), problem.lse_dtype)]
         return buffer_callback(
             functools.partial(compute, call),
             tuple(jax.ShapeDtypeStruct(shape, host_dtype(dtype)) for shape, dtype in shapes),
@@ -159,6 +176,20 @@ def _matrix(name: str, x: Any) -> Any:
     if value is not None:
         return np.full((1, 1), value, np.float32)
     return x.reshape((1,) * (2 - x.ndim) + x.shape)
+
+
+def _canonical(x: np.ndarray, name: str) -> np.ndarray:
+    """Return integers of the host as JAX takes them, with 32 bits unless it is told otherwise."""
+    import jax
+
+    kind = jax.dtypes.canonicalize_dtype(x.dtype)
+    narrow = x.astype(kind)
+    if (narrow != x).any():
+        raise InvalidArgument(
+            f"`{name}` holds values beyond {kind}, the integers of JAX: set jax_enable_x64, or "
+            "pass smaller ones"
+        )
+    return narrow
 
 
 def _words(rng_state: Any) -> Any:

@@ -18,13 +18,14 @@ from .._array.base import dtype_name
 from .._array.host import host_view
 from .._kernels import select
 from .._launch import Bound, bind
-from .._problem import DESCALES, Problem, describe
+from .._problem import DESCALES, METADATA, Form, Problem, describe
 
 CORE = ("q", "k", "v")
 ALIGNMENT = 16  # bytes of the widest access
 
 Records = dict[str, Array]
-Views = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # shapes and strides of q, k and v
+# By name: shape, strides, dtype, and bytes past a multiple of ALIGNMENT.
+Views = tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +37,19 @@ class Call:
     layout: str
     return_lse: bool
     kernel: str | None
+    masks: tuple[Form, ...]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The scalar arguments, as `describe` takes them."""
-        problem, band = self.problem, self.problem.band
+        """The arguments that are no arrays, as `describe` takes them."""
+        problem = self.problem
         return {
             "softmax_scale": problem.scale,
-            "window_size": (band.left, band.right),
-            "alignment": band.alignment,
+            "alignment": problem.band.alignment,
             "softcap": problem.softcap,
             "dropout_p": problem.dropout_p,
             "layout": self.layout,
+            "masks": (Form("mask", problem.band, ()), *self.masks),
         }
 
 
@@ -56,7 +58,8 @@ def compute(call: Call, context: Any, results: Any, *buffers: Any) -> None:
     names = [name for name, _ in call.ranks]
     records = dict(zip(names, map(_buffer, buffers), strict=True))
     records |= zip(("out", "lse"), map(_buffer, results), strict=False)
-    ranks = {**dict(call.ranks), "out": 4, "lse": 3}
+    packed = call.problem.packed
+    ranks = {**dict(call.ranks), "out": 3 if packed else 4, "lse": 2 if packed else 3}
     device = records["q"].device
     if device == HOST:
         for item in _items(records, ranks):
@@ -86,14 +89,15 @@ def _buffer(buffer: Any) -> Array:
 
 def _items(records: Records, ranks: dict[str, int]) -> Iterator[Records]:
     """Yield the calls to make: one, if there are no mapped dimensions or they join the batch."""
-    mapped = records["out"].shape[:-4]
+    mapped = records["out"].shape[: -ranks["out"]]
     if not mapped:
         yield records
         return
-    folded = {name: _fold(x, ranks[name], mapped) for name, x in records.items()}
-    if records.keys() <= {*CORE, "out", "lse"} and all(folded.values()):
-        yield {name: x for name, x in folded.items() if x is not None}
-        return
+    if records.keys() <= {*CORE, "out", "lse"}:
+        folded = {name: _fold(x, ranks[name], mapped) for name, x in records.items()}
+        if all(folded.values()):
+            yield {name: x for name, x in folded.items() if x is not None}
+            return
     for index in np.ndindex(mapped):
         yield {name: _item(x, ranks[name], index) for name, x in records.items()}
 
@@ -123,49 +127,75 @@ def _item(x: Array, rank: int, index: tuple[int, ...]) -> Array:
 def _on_host(call: Call, item: Records) -> None:
     """Compute one item in host memory."""
     lse, state = item.pop("lse", None), item.pop("rng_state", None)
-    for name, limit in (("seqused_q", call.problem.len_q), ("seqused_k", call.problem.len_k)):
-        if name in item:  # values that nobody could check before are clamped
-            lengths = [min(max(n, 0), limit) for n in host_view(item[name]).tolist()]
-            item[name] = adapter_of(clamped := np.array(lengths), name).array(clamped, name)
+    # Values that nobody could check before are not refused now: the kernels clip them.
+    lengths: dict[str, Any] = {name: item[name] for name in METADATA if name in item}
+    unread = {name: x._replace(pointer=0) for name, x in lengths.items()}
     problem, operands = describe(
-        item, arch=None, rng_state=None if state is None else host_view(state), **call.options
+        item | unread,
+        arch=None,
+        rng_state=None if state is None else host_view(state),
+        **call.options,
     )
     kernel = select(problem, call.kernel)
     assert kernel.run is not None
-    kernel.run(problem, operands, None if lse is None else host_view(lse))
+    sums = None if lse is None else host_view(lse)
+    if sums is not None and problem.packed:
+        sums = sums[None]
+    kernel.run(problem, operands._replace(**lengths), sums)
 
 
 def _on_gpu(call: Call, item: Records, stream: int) -> None:
     """Launch one item; its device is current."""
     q, k, v, out = (item[name].pointer for name in (*CORE, "out"))
     lse = item["lse"].pointer if "lse" in item else 0
-    if any(name in item for name in DESCALES):
-        bound = _bound({name: x for name, x in item.items() if name != "lse"}, call)
+    device = item["q"].device
+    if any(name in item for name in DESCALES):  # a launch holds their addresses
+        records = {name: x for name, x in item.items() if name != "lse"}
+        bound, places = _bound(records, call)
     else:
-        bound = bound_of(call, views_of(item), item["q"].device, (q | k | v | out) % ALIGNMENT)
-    bound(q, k, v, out, lse, stream)
+        bound, places = bound_of(call, views_of(item), device)
+    words = tuple((at, (item[name].pointer,)) for name, at in places)
+    bound(q, k, v, out, lse, stream, words)
 
 
 def views_of(records: Records) -> Views:
-    return tuple((records[name].shape, records[name].strides) for name in CORE)
+    """Return what a launch depends on of all arrays but the outputs, whose addresses count."""
+    shift = math.gcd(ALIGNMENT, *(records[x].pointer for x in (*CORE, "out") if x in records))
+    return tuple(
+        (
+            *(name, x.shape, x.strides, x.dtype),
+            shift % ALIGNMENT if name in CORE else x.pointer % ALIGNMENT,
+        )
+        for name, x in records.items()
+        if name not in ("out", "lse")
+    )
+
+
+Places = tuple[tuple[str, int], ...]  # where Params hold the addresses of other arrays, by name
 
 
 @functools.lru_cache(maxsize=1024)
-def bound_of(call: Call, views: Views, device: int, shift: int) -> Bound:
-    """Return the launch of a call's kernel, loaded, for arrays at multiples of 16 bytes + shift."""
+def bound_of(call: Call, views: Views, device: int) -> tuple[Bound, Places]:
+    """Return the launch of a call's kernel, loaded, for arrays of these facts."""
     records = {
-        name: Array(shift, *view, call.problem.dtype, device, "jax", True, None)
-        for name, view in zip(CORE, views, strict=True)
+        name: Array(shift, shape, strides, dtype, device, "jax", True, None)
+        for name, shape, strides, dtype, shift in views
     }
     return _bound(records, call)
 
 
-def _bound(records: Records, call: Call) -> Bound:
-    """Return the launch of a call's kernel, loaded, whose descales stay where they are."""
+def _bound(records: Records, call: Call) -> tuple[Bound, Places]:
+    """Return the launch of a call's kernel, loaded, and what moves with a call's arrays."""
     device = records["q"].device
     arch = _jit.compute_capability(device)
-    problem, operands = describe(records, arch=arch, **call.options)
+    arrays = {name: x for name, x in records.items() if name != "rng_state"}
+    problem, operands = describe(
+        arrays, arch=arch, rng_state=records.get("rng_state"), **call.options
+    )
     kernel = select(problem, call.kernel)
     assert kernel.launch is not None
+    launch = kernel.launch(problem, operands)
+    numbered = [name for form in call.masks for name in form.names]
+    places = ((x if isinstance(x, str) else numbered[x], at) for x, at in launch.places)
     with device_guard(device):
-        return bind(kernel.launch(problem, operands), device)
+        return bind(launch, device), tuple(places)
