@@ -1,42 +1,151 @@
-// The mask policies of cuda/masks on the host: reads problems from standard input, answers all questions of each.
-// A line is "has_left has_right left right bottom_right len_q len_k"; the answer is a line of integers: keep for every
-// pair, then for every block of BLOCK x BLOCK its keys, its queries and whether it is whole.
-#define DEVICE inline
-#include <algorithm>
-#include <cstdio>
-
+// The policies of cuda/masks, cuda/scores and cuda/tile on the host, for tests/test_policies.py: every function takes a
+// policy's Params as bytes. Instructions are those of the emulator.
+#include "emu.h"
+//
+#include "masks/all.cuh"
 #include "masks/band.cuh"
+#include "masks/dense_mask.cuh"
+#include "masks/prefix_lm.cuh"
+#include "masks/segments.cuh"
+#include "scores/alibi.cuh"
+#include "scores/bias.cuh"
+#include "scores/softcap.cuh"
+#include "tile/dropout.cuh"
+#include "tile/integers.cuh"
+#include "tile/sequences.cuh"
+#include "tile/sink.cuh"
 
-constexpr int BLOCK = 3;
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
+template <class Params>
+const Params &as(const void *params) {
+  static_assert(sizeof(Params) % 8 == 0 && alignof(Params) <= 8, "whole words");
+  return *static_cast<const Params *>(params);
+}
+
+// keep of `rows` by `columns` pairs from (q, k) on, which may be beyond the lengths.
 template <class Mask>
-void answer(const Mask &mask, int len_q, int len_k) {
-  for (int q = 0; q < len_q; ++q)
-    for (int k = 0; k < len_k; ++k) std::printf("%d ", mask.keep(q, k));
-  for (int q = 0; q < len_q; q += BLOCK) {
-    for (int k = 0; k < len_k; k += BLOCK) {
-      const int q_end = std::min(q + BLOCK, len_q), k_end = std::min(k + BLOCK, len_k);
+void keep(const Mask &mask, int q, int k, int rows, int columns, bool *kept) {
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < columns; ++j) *kept++ = mask.keep(q + i, k + j);
+}
+
+// Of every two blocks of queries and keys: keys, queries, whole.
+template <class Mask>
+void blocks(const Mask &mask, int len_q, int len_k, int block, int *answers) {
+  for (int q = 0; q < len_q; q += block)
+    for (int k = 0; k < len_k; k += block) {
+      const int q_end = min(q + block, len_q), k_end = min(k + block, len_k);
       const Range keys = mask.keys(q, q_end), queries = mask.queries(k, k_end);
-      std::printf("%d %d %d %d ", keys.begin, keys.end, queries.begin, queries.end);
-      std::printf("%d ", mask.whole(q, q_end, k, k_end));
+      for (int answer : {keys.begin, keys.end, queries.begin, queries.end, int{mask.whole(q, q_end, k, k_end)}})
+        *answers++ = answer;
     }
-  }
-  std::printf("\n");
 }
 
-template <bool HAS_LEFT, bool HAS_RIGHT>
-void band(int left, int right, int bottom_right, int len_q, int len_k) {
-  using Mask = Band<HAS_LEFT, HAS_RIGHT>;
-  static_assert(MaskPolicy<Mask>);
-  answer(Mask(typename Mask::Params{left, right, bottom_right, 0}, 0, 0, len_q, len_k), len_q, len_k);
+#define MASK(NAME, ...)                                                                                               \
+  static_assert(MaskPolicy<__VA_ARGS__>);                                                                             \
+  EXPORT size_t NAME##_bytes() { return sizeof(__VA_ARGS__); }                                                        \
+  EXPORT size_t NAME##_params() { return sizeof(__VA_ARGS__::Params); }                                               \
+  EXPORT void NAME##_keep(const void *params, int batch, int head, int len_q, int len_k, int q, int k, int rows,      \
+                          int columns, bool *kept) {                                                                  \
+    keep(__VA_ARGS__(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k), q, k, rows, columns, kept);         \
+  }                                                                                                                   \
+  EXPORT void NAME##_blocks(const void *params, int batch, int head, int len_q, int len_k, int block, int *answers) { \
+    blocks(__VA_ARGS__(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k), len_q, len_k, block, answers);    \
+  }
+
+using Window = Band<true, true>;
+MASK(Full, Band<false, false>)
+MASK(Causal, Band<false, true>)
+MASK(From, Band<true, false>)
+MASK(Window, Window)
+MASK(PrefixLM, PrefixLM)
+MASK(Segments, Segments)
+MASK(DenseMask, DenseMask)
+MASK(AllOfOne, All<PrefixLM>)
+MASK(AllOfTwo, All<Window, PrefixLM>)
+MASK(AllOfFour, All<Window, PrefixLM, Segments, DenseMask>)
+
+#define SCORE(NAME, ...)                                                                                          \
+  static_assert(ScorePolicy<__VA_ARGS__>);                                                                        \
+  EXPORT bool NAME##_identity() { return __VA_ARGS__::IDENTITY; }                                                 \
+  EXPORT size_t NAME##_params() { return sizeof(__VA_ARGS__::Params); }                                           \
+  EXPORT void NAME##_apply(const void *params, int batch, int head, int len_q, int len_k, int q, int k, int rows, \
+                           int columns, float *scores) {                                                          \
+    const __VA_ARGS__ score(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k);                          \
+    for (int i = 0; i < rows; ++i)                                                                                \
+      for (int j = 0; j < columns; ++j, ++scores) *scores = score.apply(*scores, q + i, k + j);                   \
+  }
+
+SCORE(Identity, Identity)
+SCORE(Softcap, Softcap)
+SCORE(Alibi, Alibi)
+SCORE(BiasFloat16, Bias<Float16>)
+SCORE(BiasBfloat16, Bias<Bfloat16>)
+SCORE(BiasFloat32, Bias<Float32>)
+SCORE(BiasFloat64, Bias<Float64>)
+SCORE(ChainOfNothing, Chain<Identity, Identity>)
+SCORE(ChainOfOne, Chain<Alibi>)
+SCORE(CapThenBias, Chain<Softcap, Bias<Float32>>)
+SCORE(BiasThenCap, Chain<Bias<Float32>, Softcap>)
+SCORE(ChainOfThree, Chain<Softcap, Alibi, Bias<Bfloat16>>)
+
+EXPORT void integers(const void *params, i64 from, int count, i64 low, i64 high, i64 *values, i64 *clipped) {
+  const Integers x = as<Integers>(params).from(from);
+  for (int i = 0; i < count; ++i) values[i] = x[i], clipped[i] = x.clipped(i, low, high);
 }
 
-int main() {
-  int has_left, has_right, left, right, bottom_right, len_q, len_k;
-  while (std::scanf("%d%d%d%d%d%d%d", &has_left, &has_right, &left, &right, &bottom_right, &len_q, &len_k) == 7) {
-    if (has_left && has_right) band<true, true>(left, right, bottom_right, len_q, len_k);
-    if (has_left && !has_right) band<true, false>(left, right, bottom_right, len_q, len_k);
-    if (!has_left && has_right) band<false, true>(left, right, bottom_right, len_q, len_k);
-    if (!has_left && !has_right) band<false, false>(left, right, bottom_right, len_q, len_k);
-  }
+EXPORT void philox(u32 *counter, u32 key_low, u32 key_high) {
+  u32 x[4] = {counter[0], counter[1], counter[2], counter[3]};
+  philox4x32(x, key_low, key_high);
+  for (int i = 0; i < 4; ++i) counter[i] = x[i];
 }
+
+static_assert(Dropout::DROPS && !KeepAll::DROPS);
+EXPORT size_t Dropout_params() { return sizeof(Dropout::Params); }
+EXPORT size_t KeepAll_params() { return sizeof(KeepAll::Params); }
+
+// What is kept of `rows` by `columns` weights from (q, k) on, whole fragments of 16 by 32.
+EXPORT float dropout(const void *params, int batch, int head, int q, int k, int rows, int columns, bool *kept) {
+  const Dropout dropout(as<Dropout::Params>(params), batch, head);
+  for (int i = 0; i < rows; i += 16)
+    for (int j = 0; j < columns; j += 32)
+      for (int row = 0; row < 8; ++row)
+        for (int column = 0; column < 8; ++column) {
+          u32 x[4];
+          dropout.draw(q + i + row, k + j + column, x);
+          for (int half = 0; half < 2; ++half)
+            for (int group = 0; group < 4; ++group)
+              kept[(i + row + 8 * half) * columns + j + column + 8 * group] = dropout.keep(x, half, group);
+        }
+  return dropout.rescale();
+}
+
+#define SINK(NAME, ...)                                                                           \
+  EXPORT size_t NAME##_params() { return sizeof(__VA_ARGS__::Params); }                           \
+  EXPORT bool NAME##_present() { return __VA_ARGS__::PRESENT; }                                   \
+  EXPORT float NAME##_join(const void *params, int head, int count, float *inverse, float *lse) { \
+    const __VA_ARGS__ sink(as<__VA_ARGS__::Params>(params), head);                                \
+    for (int i = 0; i < count; ++i) sink.join(inverse[i], lse[i]);                                \
+    return sink.logit;                                                                            \
+  }
+
+SINK(NoSink, NoSink)
+SINK(SinkFloat16, Sink<Float16>)
+SINK(SinkBfloat16, Sink<Bfloat16>)
+SINK(SinkFloat32, Sink<Float32>)
+SINK(SinkFloat64, Sink<Float64>)
+
+// Spans as (first, length, extent), of queries for entries 0 to `entries` - 1, then of keys for those below `batch`.
+#define SEQUENCES(NAME)                                                                                                \
+  EXPORT size_t NAME##_params() { return sizeof(NAME::Params); }                                                       \
+  EXPORT int NAME##_kind() { return 2 * NAME::PACKED + NAME::VARIES; }                                                 \
+  EXPORT void NAME##_spans(const void *params, int batch, int entries, int len_q, int len_k, i64 *spans) {             \
+    const auto put = [&](const Span &span) { *spans++ = span.first, *spans++ = span.length, *spans++ = span.extent; }; \
+    for (int b = 0; b < entries; ++b) put(NAME::queries(as<NAME::Params>(params), b, batch, len_q));                   \
+    for (int b = 0; b < batch; ++b) put(NAME::keys(as<NAME::Params>(params), b, len_k));                               \
+  }
+
+SEQUENCES(Dense)
+SEQUENCES(Used)
+SEQUENCES(Packed)

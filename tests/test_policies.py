@@ -1,74 +1,436 @@
-"""The policies of cuda/masks, compiled for the host, against their Python twins."""
+"""The mask and score policies of cuda/, compiled for the host, against NumPy."""
 
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from device_policies import COMPILER, Policies, address, integers, pairs, policies, strides
 
-from cupyflash.masks import Band
+from cupyflash import _modifiers
+from cupyflash._modifiers import ALIBI, BAND, PREFIX_LM, SEGMENTS, SIZES, SOFTCAP
+from cupyflash.masks import Band, PrefixLM, Segments
 
-ROOT = Path(__file__).resolve().parents[1]
-BLOCK = 3  # of policies.cpp
-SIDES = (None, 0, 1, 4, 2**31 - 1)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+U = 2.0**-24  # the unit roundoff of fp32
+INTEGERS = tuple(np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8))
 LENGTHS = ((1, 1), (7, 7), (5, 11), (11, 5), (8, 1), (1, 8))
-PROBLEMS = [
-    (Band(left, right, alignment), len_q, len_k)
-    for left, right in itertools.product(SIDES, SIDES)
-    for alignment in ("bottom_right", "top_left")
-    for len_q, len_k in LENGTHS
-]
+BLOCKS = (1, 3, 4)
+ALIGNMENTS = ("bottom_right", "top_left")
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What the C++ policy says to every problem."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a host compiler of C++20")
-    program = tmp_path_factory.mktemp("policies") / "policies"
-    source = ROOT / "tests" / "policies.cpp"
-    subprocess.run(
-        [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined",
-         "-fno-sanitize-recover", "-I", ROOT / "cuda", source, "-o", program],
-        check=True,
-    )  # fmt: skip
-    lines = [
-        (int(band.left is not None), int(band.right is not None),
-         *band.operands(len_q, len_k), len_q, len_k)
-        for band, len_q, len_k in PROBLEMS
-    ]  # fmt: skip
-    text = "\n".join(" ".join(map(str, line)) for line in lines)
-    done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
-    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+def library(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    return policies(tmp_path_factory.getbasetemp())
 
 
-def test_every_question_is_answered_as_the_twin_would(answers: list[list[int]]) -> None:
-    assert len(answers) == len(PROBLEMS)
-    for (band, len_q, len_k), answer in zip(PROBLEMS, answers, strict=True):
-        words = iter(answer)
-        dense = band.dense(len_q, len_k)
-        keep = np.fromiter(itertools.islice(words, dense.size), bool).reshape(dense.shape)
-        np.testing.assert_array_equal(keep, dense, err_msg=f"keep of {band}, {len_q} x {len_k}")
-        for q, k in itertools.product(range(0, len_q, BLOCK), range(0, len_k, BLOCK)):
-            begin, end, first, last, whole = itertools.islice(words, 5)
-            about = f"{band}, {len_q} x {len_k}, block ({q}, {k})"
-            rows, columns = dense[q : q + BLOCK], dense[:, k : k + BLOCK]
-            assert begin >= 0, about
-            assert end <= len_k, about
-            assert first >= 0, about
-            assert last <= len_q, about
-            assert_range(np.flatnonzero(rows.any(axis=0)), begin, end, f"keys of {about}")
-            assert_range(np.flatnonzero(columns.any(axis=1)), first, last, f"queries of {about}")
-            assert whole == rows[:, k : k + BLOCK].all(), f"whole of {about}"
-        assert next(words, None) is None
+# Sizes
 
 
-def assert_range(seen: np.ndarray, begin: int, end: int, about: str) -> None:
-    """Assert that a range is just as wide as what is seen; one that sees nothing is empty."""
-    if seen.size:
-        assert (begin, end) == (seen[0], seen[-1] + 1), about
-    else:
-        assert end <= begin, about
+MASK_SIZES = {  # name in policies.cpp: bytes of an object, and of Params
+    "Window": (Band.cuda_bytes, SIZES["Band"]),
+    "Causal": (Band.cuda_bytes, SIZES["Band"]),
+    "PrefixLM": (PrefixLM.cuda_bytes, SIZES["PrefixLM"]),
+    "Segments": (Segments.cuda_bytes, SIZES["Segments"]),
+    "DenseMask": (_modifiers.DENSE_MASK_BYTES, SIZES["DenseMask"]),
+}
+PARAMS = {
+    **dict.fromkeys(("Identity", "NoSink", "KeepAll", "Dense"), 8),
+    **{f"Bias{element}": SIZES["Bias"] for element in _modifiers.ELEMENTS.values()},
+    **{f"Sink{element}": SIZES["Sink"] for element in _modifiers.ELEMENTS.values()},
+    **{name: SIZES[name] for name in ("Softcap", "Alibi", "Dropout", "Used", "Packed")},
+    "ChainOfOne": SIZES["Alibi"],
+    "CapThenBias": SIZES["Softcap"] + SIZES["Bias"],
+    "ChainOfThree": SIZES["Softcap"] + SIZES["Alibi"] + SIZES["Bias"],
+}
+
+
+def test_sizes_are_those_that_the_host_computes(library: Policies) -> None:
+    four = [MASK_SIZES[name] for name in ("Window", "PrefixLM", "Segments", "DenseMask")]
+    every = MASK_SIZES | {
+        "AllOfOne": MASK_SIZES["PrefixLM"],
+        "AllOfTwo": tuple(np.sum(four[:2], axis=0)),
+        "AllOfFour": tuple(np.sum(four, axis=0)),
+    }
+    for name, (size, params) in every.items():
+        assert library.size(f"{name}_bytes") == size, name
+        assert library.size(f"{name}_params") == params, name
+    for name, params in PARAMS.items():
+        assert library.size(f"{name}_params") == params, name
+
+
+def test_only_the_identity_is_called_one(library: Policies) -> None:
+    names = ("Identity", "ChainOfNothing", "Softcap", "Alibi", "BiasFloat64", "ChainOfThree")
+    found = [bool(library.size(f"{name}_identity") & 1) for name in names]
+    assert found == [True, True, False, False, False, False]
+
+
+# Masks
+
+
+def assert_answers(
+    library: Policies, name: str, params: bytes, dense: np.ndarray, *, exact: bool, batch: int = 0
+) -> None:
+    """Assert that keep is `dense`, and that the other answers are true of it.
+
+    Ranges may be too wide and `whole` too careful; exact ones are neither.
+    """
+    lengths = dense.shape
+    kept = library.keep(name, params, lengths, entry=(batch, 0))
+    np.testing.assert_array_equal(kept, dense, err_msg=f"keep of {name}, {lengths}")
+    for block in BLOCKS:
+        answers = library.blocks(name, params, lengths, block, batch)
+        for i, j in np.ndindex(answers.shape[:2]):
+            first, end, first_q, end_q, whole = answers[i, j].tolist()
+            rows, columns = (slice(n * block, (n + 1) * block) for n in (i, j))
+            about = f"{name}, {lengths}, {block} from {rows.start, columns.start}"
+            assert_range(dense[rows].any(axis=0), first, end, exact, f"keys of {about}")
+            assert_range(dense[:, columns].any(axis=1), first_q, end_q, exact, f"queries, {about}")
+            if exact:
+                assert whole == dense[rows, columns].all(), f"whole of {about}"
+            elif whole:
+                assert dense[rows, columns].all(), f"whole of {about}"
+
+
+def assert_range(seen: np.ndarray, first: int, end: int, exact: bool, about: str) -> None:
+    """Assert that a range lies within the axis and holds what is seen, no more if it is exact."""
+    assert first >= 0, about
+    assert end <= seen.size, about
+    places = np.flatnonzero(seen)
+    if places.size:
+        bounds = places[0], places[-1] + 1
+        assert (first, end) == bounds if exact else first <= bounds[0] and bounds[1] <= end, about
+    elif exact:
+        assert end <= first, about
+
+
+def band_params(band: Band, len_q: int, len_k: int) -> bytes:
+    return BAND.pack(*band.operands(len_q, len_k), -1)
+
+
+NAMES = {
+    (False, False): "Full", (False, True): "Causal", (True, False): "From", (True, True): "Window",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_band(library: Policies, lengths: tuple[int, int], alignment: str) -> None:
+    sides = (None, 0, 1, 4, -1, -3, 2**31 - 1)
+    for left, right in itertools.product(sides, sides):
+        if (left or 0) + (right or 0) < 0:
+            continue  # sees nothing, and its ranges need not say so
+        band = Band(left, right, alignment)
+        name = NAMES[left is not None, right is not None]
+        assert_answers(library, name, band_params(band, *lengths), band.dense(*lengths), exact=True)
+
+
+def prefix_params(prefix: np.ndarray, alignment: str) -> bytes:
+    return integers(prefix) + PREFIX_LM.pack(alignment == "bottom_right", -1)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_prefix_lm(library: Policies, lengths: tuple[int, int], alignment: str) -> None:
+    """One array of lengths: each entry has its own, whatever it is worth."""
+    len_q, len_k = lengths
+    prefixes = np.array([0, 1, 3, len_k, len_k + 1, -1, -(2**62), 2**62, 2**32 + 1])
+    params = prefix_params(prefixes, alignment)
+    i, j = np.ogrid[:len_q, :len_k]
+    d = len_k - len_q if alignment == "bottom_right" else 0
+    for b, prefix in enumerate(prefixes):
+        dense = (j < prefix) | (j <= i + d)
+        assert_answers(library, "PrefixLM", params, dense, exact=True, batch=b)
+        assert_answers(library, "AllOfOne", params, dense, exact=True, batch=b)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_prefix_lm_of_any_integers(library: Policies, dtype: np.dtype) -> None:
+    prefixes = np.repeat(np.array([9, 2, 100, 0], dtype), 2)[::2]
+    for b, prefix in enumerate(prefixes.tolist()):
+        kept = library.keep("PrefixLM", prefix_params(prefixes, "top_left"), (3, 9), entry=(b, 0))
+        assert kept[0].sum() == min(max(prefix, 1), 9)
+
+
+def segment_params(q: np.ndarray, k: np.ndarray, extents: tuple[int, int] = (0, 0)) -> bytes:
+    """Segments of ids (batch, length)."""
+    return integers(q) + integers(k) + SEGMENTS.pack(strides(q)[0], strides(k)[0], *extents)
+
+
+@pytest.mark.parametrize("of_q", INTEGERS, ids=str)
+@pytest.mark.parametrize("of_k", INTEGERS, ids=str)
+def test_segments_of_any_integers(
+    library: Policies, rng: np.random.Generator, of_q: np.dtype, of_k: np.dtype
+) -> None:
+    """Also ids that differ in their high bits only, or in their sign."""
+    infos = [np.iinfo(dtype) for dtype in (of_q, of_k)]
+    least, greatest = max(info.min for info in infos), min(info.max for info in infos)
+    ids = np.array([0, 1, least, greatest, greatest // 2 + 1, greatest - 15], object)
+    q, k = (
+        ids[rng.integers(0, ids.size, (2, n))].astype(dtype) for n, dtype in ((7, of_q), (11, of_k))
+    )
+    for b in range(2):
+        dense = np.array([[int(x) == int(y) for y in k[b]] for x in q[b]])
+        params = segment_params(q, k)
+        assert_answers(library, "Segments", params, dense, exact=False, batch=b)
+
+
+def test_segments_of_strided_and_broadcast_ids(library: Policies, rng: np.random.Generator) -> None:
+    storage = rng.integers(0, 2, (3, 40)).astype(np.int16)
+    views = (storage[:, 30:8:-2], storage[::-1, 3:14], np.broadcast_to(storage[1, :11], (3, 11)))
+    for q, k in itertools.product(views, views):
+        for b in range(3):
+            dense = q[b][:, None] == k[b]
+            assert_answers(library, "Segments", segment_params(q, k), dense, exact=False, batch=b)
+
+
+def inner(rng: np.random.Generator, x: np.ndarray, outside: Any) -> np.ndarray:
+    """Return x in the midst of other values."""
+    storage = np.full([n + 4 for n in x.shape], outside, x.dtype)
+    view = storage[tuple(slice(2, n + 2) for n in x.shape)]
+    view[...] = x
+    return view
+
+
+def layouts(rng: np.random.Generator, draw: Any) -> list[np.ndarray]:
+    """Return arrays that broadcast or are viewed as (2, 3, 5, 7), of a function of their shape."""
+    shape = (2, 3, 5, 7)
+    found = [
+        np.broadcast_to(
+            draw([n if kept else 1 for n, kept in zip(shape, axes, strict=True)]), shape
+        )
+        for axes in itertools.product((True, False), repeat=4)
+    ]
+    whole = draw(shape)
+    found += [
+        draw(shape[::-1]).transpose(),
+        whole[::-1, :, ::-1, ::-1],
+        draw((2, 3, 5, 14))[..., ::2],
+        draw((4, 3, 10, 7))[::2, :, 1::2],
+    ]
+    return found
+
+
+def test_a_boolean_mask_of_any_strides(library: Policies, rng: np.random.Generator) -> None:
+    def draw(shape: Any) -> np.ndarray:
+        seen = np.array(rng.integers(0, 2, shape, np.uint8) * rng.integers(1, 256, shape, np.uint8))
+        return inner(rng, seen, 1)
+
+    for seen in layouts(rng, draw):
+        for b, h in np.ndindex(2, 3):
+            kept = library.keep("DenseMask", pairs(seen), (5, 7), entry=(b, h))
+            np.testing.assert_array_equal(kept, seen[b, h] != 0)
+        assert_answers(library, "DenseMask", pairs(seen), seen[0, 0] != 0, exact=False)
+
+
+def clamped(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Return a matrix whose last row and column go on."""
+    return np.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])), mode="edge")
+
+
+@pytest.mark.parametrize("extents", [(0, 0), (3, 0), (0, 4), (3, 4), (1, 1), (9, 9)], ids=str)
+def test_nothing_is_read_beyond_lengths_and_arrays(
+    library: Policies, rng: np.random.Generator, extents: tuple[int, int]
+) -> None:
+    """Tiles reach beyond the lengths, sequences of unknown length beyond the arrays."""
+    lengths, shape = (5, 7), (9, 12)
+    rows, columns = (min(n, e or n) for n, e in zip(lengths, extents, strict=True))
+    bias = inner(rng, rng.standard_normal((1, 1, rows, columns)).astype(np.float32), np.nan)
+    got = library.apply("BiasFloat32", pairs(bias, extents), np.zeros(shape), lengths)
+    np.testing.assert_array_equal(got, clamped(bias[0, 0], *shape))
+
+    seen = inner(rng, rng.integers(0, 2, (1, 1, rows, columns), np.uint8), 1)
+    for outside in (0, 1):
+        storage = inner(rng, seen, outside)
+        kept = library.keep("DenseMask", pairs(storage, extents), lengths, shape)
+        np.testing.assert_array_equal(kept, clamped(seen[0, 0] != 0, *shape))
+
+    q, k = (inner(rng, rng.integers(0, 2, (1, n)), 7) for n in (rows, columns))
+    kept = library.keep("Segments", segment_params(q, k, extents), lengths, shape)
+    np.testing.assert_array_equal(kept, clamped(q[0][:, None] == k[0], *shape))
+
+
+def test_all_is_the_intersection(library: Policies, rng: np.random.Generator) -> None:
+    for _ in range(60):
+        len_q, len_k = lengths = tuple(rng.integers(1, 12, 2).tolist())
+        band = Band(*rng.integers(0, 9, 2).tolist(), str(rng.choice(ALIGNMENTS)))
+        prefix = PrefixLM(rng.integers(0, len_k + 2, 2), str(rng.choice(ALIGNMENTS)))
+        segments = Segments(*(np.sort(rng.integers(0, 2, (2, n))) for n in lengths))
+        seen = (rng.random((2, 1, len_q, len_k)) < 0.8).astype(np.uint8)
+        params = band_params(band, *lengths) + prefix_params(prefix.prefix, prefix.alignment)
+        for b in range(2):
+            both = band.dense(*lengths) & prefix.dense(*lengths, b)
+            assert_answers(library, "AllOfTwo", params, both, exact=False, batch=b)
+            every = both & segments.dense(*lengths, b) & (seen[b, 0] != 0)
+            more = params + segment_params(segments.q, segments.k) + pairs(seen)
+            assert_answers(library, "AllOfFour", more, every, exact=False, batch=b)
+
+
+def test_all_skips_and_trusts_what_every_part_does(library: Policies) -> None:
+    """Ranges are no wider than the narrowest part's, and whole is what all parts call whole."""
+    lengths = (12, 12)
+    band, prefix = Band(2, 3), PrefixLM(np.array([4]))
+    params = band_params(band, *lengths) + prefix_params(prefix.prefix, prefix.alignment)
+    own = (library.blocks("Window", params, lengths, 3),
+           library.blocks("PrefixLM", params[BAND.size :], lengths, 3))  # fmt: skip
+    joined = library.blocks("AllOfTwo", params, lengths, 3)
+    np.testing.assert_array_equal(joined[..., [0, 2]], np.maximum(*own)[..., [0, 2]])
+    np.testing.assert_array_equal(joined[..., [1, 3, 4]], np.minimum(*own)[..., [1, 3, 4]])
+    assert joined[..., 4].any()
+    assert not joined[..., 4].all()
+
+
+# Scores
+
+
+def test_identity_changes_no_bit(library: Policies) -> None:
+    scores = np.array([[0.0, -0.0, 1e-42, np.inf, -np.inf, 3.5]], np.float32)
+    for name in ("Identity", "ChainOfNothing"):
+        got = library.apply(name, bytes(16), scores, (1, 6))
+        assert got.tobytes() == scores.tobytes()
+
+
+def softcap_params(cap: float) -> bytes:
+    return SOFTCAP.pack(cap, 1 / cap)
+
+
+# Of tanh(x) / x = P / Q with x = score * inverse, y = x * x and 4 FMAs of positive terms each for P
+# and Q: 4u + 4u; x is off by 2u and y by 5u, which count by half at most (y is no argument of more
+# than a square root); the reciprocal 2u on a GPU, the two products 2u; P / Q itself 1u, and what
+# is cut off at the end less than 1u.
+SOFTCAP_ERROR = (4 + 4 + 2.5 + 2 + 2 + 1 + 1) * U
+CAPS = (2.0**-126, 1e-20, 0.37, 1.0, 30.0, 50.0, 1e4, 1e30)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_softcap(library: Policies, rng: np.random.Generator, cap: float) -> None:
+    """Relative to the result, so that small scores are as exact as large ones."""
+    cap = float(np.float32(cap))
+    x = np.concatenate([
+        rng.uniform(-12, 12, 20000),
+        np.exp(rng.uniform(-40, 4, 20000)) * rng.choice([-1, 1], 20000),
+        np.linspace(8.9, 9.2, 1000), 2.0 ** np.arange(-30, 7),
+    ])  # fmt: skip
+    scores = (x * cap).astype(np.float32)[None]
+    scores = scores[np.abs(scores) >= 2.0**-126][None]
+    got = library.apply("Softcap", softcap_params(cap), scores, scores.shape)
+    expected = cap * np.tanh(scores.astype(np.float64) / cap)
+    np.testing.assert_allclose(got, expected, rtol=SOFTCAP_ERROR, atol=0)
+    mirrored = library.apply("Softcap", softcap_params(cap), -scores, scores.shape)
+    np.testing.assert_array_equal(mirrored, -got)
+
+
+@pytest.mark.parametrize("cap", [*CAPS, 1.7e38])
+def test_softcap_of_special_scores(library: Policies, cap: float) -> None:
+    """Infinite and huge scores are at the cap, zeros keep their sign, NaN stays."""
+    scores = np.array([[0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38]], np.float32)
+    got = library.apply("Softcap", softcap_params(cap), scores, scores.shape)[0]
+    assert got[:2].tobytes() == scores[0, :2].tobytes()
+    assert np.isnan(got[4])
+    if cap < 1e37:
+        at_cap = got[[2, 3, 5, 6]] / np.float64(np.float32(cap))
+        np.testing.assert_allclose(at_cap, [1, -1, 1, -1], rtol=SOFTCAP_ERROR)
+    assert np.isfinite(got[[2, 3, 5, 6]]).all()
+
+
+def alibi_params(slopes: np.ndarray, alignment: str) -> bytes:
+    return ALIBI.pack(address(slopes), *strides(slopes), alignment == "bottom_right", -1)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_alibi(
+    library: Policies, rng: np.random.Generator, lengths: tuple[int, int], alignment: str
+) -> None:
+    storage = np.array(rng.standard_normal((3, 8)), np.float32)
+    len_q, len_k = lengths
+    scores = rng.standard_normal(lengths).astype(np.float32)
+    i, j = np.ogrid[:len_q, :len_k]
+    distance = np.abs(i + (len_k - len_q if alignment == "bottom_right" else 0) - j)
+    for slopes in (storage, storage[::-1, ::2], np.broadcast_to(storage[1], (3, 8))):
+        for b, h in np.ndindex(slopes.shape):
+            params = alibi_params(slopes, alignment)
+            expected = scores - slopes[b, h] * distance.astype(np.float32)
+            for name in ("Alibi", "ChainOfOne"):
+                got = library.apply(name, params, scores, lengths, (b, h))
+                np.testing.assert_array_equal(got, expected)
+
+
+def test_alibi_of_far_positions(library: Policies) -> None:
+    """Differences of positions are exact before they are rounded."""
+    slopes = np.array([[0.5]], np.float32)
+    for q, k, len_q, len_k in (
+        (2**30, 2**30 - 5, 2**31 - 1, 2**31 - 1),
+        (0, 2**26 + 1, 1, 2**27),
+        (2**25, 2**25 + 1, 2**26, 2**26),
+        (2**31 - 2, 0, 2**31 - 1, 9),
+    ):
+        for alignment in ALIGNMENTS:
+            d = len_k - len_q if alignment == "bottom_right" else 0
+            params = alibi_params(slopes, alignment)
+            got = library.apply("Alibi", params, np.zeros((1, 1)), (len_q, len_k), start=(q, k))
+            assert got == np.float32(-0.5) * np.float32(abs(q + d - k))
+
+
+ELEMENTS = {
+    "Float16": np.float16, "Bfloat16": ml_dtypes.bfloat16,
+    "Float32": np.float32, "Float64": np.float64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_bias_of_any_type_and_strides(
+    library: Policies, rng: np.random.Generator, element: str
+) -> None:
+    """The bias is rounded to fp32, then added."""
+    scores = rng.standard_normal((5, 7)).astype(np.float32)
+
+    def draw(shape: Any) -> np.ndarray:
+        values = rng.standard_normal(shape) * np.exp(rng.uniform(-9, 9, shape))
+        return inner(rng, values.astype(ELEMENTS[element]), np.nan)
+
+    for bias in layouts(rng, draw):
+        for b, h in np.ndindex(2, 3):
+            got = library.apply(f"Bias{element}", pairs(bias), scores, (5, 7), (b, h))
+            np.testing.assert_array_equal(got, scores + bias[b, h].astype(np.float32))
+
+
+@pytest.mark.parametrize("element", ["Float16", "Bfloat16"])
+def test_every_number_of_16_bits_is_widened(library: Policies, element: str) -> None:
+    bias = np.arange(2**16, dtype=np.uint16).view(ELEMENTS[element])[None, None, None]
+    got = library.apply(f"Bias{element}", pairs(bias), np.zeros((1, 2**16)), (1, 2**16))[0]
+    np.testing.assert_array_equal(got, bias[0, 0, 0].astype(np.float32))
+
+
+def test_the_extremes_of_a_bias_stay(library: Policies) -> None:
+    """Its least number is no infinity: it hides nothing."""
+    least = float(np.finfo(np.float32).min)
+    for element in ("Float32", "Float64"):
+        bias = np.array([[[[least, -np.inf, np.inf, np.nan, 1 + 2.0**-24]]]], ELEMENTS[element])
+        got = library.apply(f"Bias{element}", pairs(bias), np.zeros((1, 5)), (1, 5))[0]
+        np.testing.assert_array_equal(got, bias[0, 0, 0].astype(np.float32))
+
+
+def test_chains_go_in_order(library: Policies, rng: np.random.Generator) -> None:
+    cap = softcap_params(2.0)
+    scores = rng.uniform(-9, 9, (5, 7)).astype(np.float32)
+    bias = rng.uniform(-9, 9, (1, 1, 5, 7)).astype(np.float32)
+    slopes = np.array([[0.75]], np.float32)
+
+    def apply(name: str, params: bytes, x: np.ndarray) -> np.ndarray:
+        return library.apply(name, params, x, (5, 7))
+
+    capped, biased = apply("Softcap", cap, scores), scores + bias[0, 0]
+    cap_first = apply("CapThenBias", cap + pairs(bias), scores)
+    np.testing.assert_array_equal(cap_first, capped + bias[0, 0])
+    cap_last = apply("BiasThenCap", pairs(bias) + cap, scores)
+    np.testing.assert_array_equal(cap_last, apply("Softcap", cap, biased))
+    assert np.abs(cap_first - cap_last).max() > 1
+
+    narrow = bias.astype(ml_dtypes.bfloat16)
+    alibi = alibi_params(slopes, "bottom_right")
+    three = apply("ChainOfThree", cap + alibi + pairs(narrow), scores)
+    expected = apply("Alibi", alibi, capped) + narrow[0, 0].astype(np.float32)
+    np.testing.assert_array_equal(three, expected)
