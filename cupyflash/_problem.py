@@ -448,8 +448,9 @@ def _bind(
         operands[name] = permuted(array, axes) if len(words) == len(axes) else array
         for word, size in zip(words, operands[name].shape, strict=True):
             if sizes.setdefault(word, size) != size:
+                said = f"{word} = {size}" if " " in word else f"{word} {size}"
                 raise InvalidArgument(
-                    f"`{name}` of shape {array.shape} has {word} {size} and `{origin[word]}` has "
+                    f"`{name}` of shape {array.shape} has {said} and `{origin[word]}` has "
                     f"{sizes[word]}: they must be equal"
                 )
             origin.setdefault(word, name)
