@@ -4,12 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import judge
-from kits import KITS
+from cases import MODIFIED, Modified
+from harness import hosted, judge
+from kits import KITS, opened
+from kits import params as kits
 
 import cupyflash
 from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem
 from cupyflash._array import adapter_of
+from cupyflash.masks import All, Mask, PrefixLM, Segments
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -166,6 +169,58 @@ def test_modifiers_may_be_tensors() -> None:
     judge((kit.get(out), kit.get(lse)), q, k, v, **options)
     with pytest.raises(InvalidArgument, match=r"`attn_bias` is a numpy array"):
         cupyflash.attention(*map(kit.put, (q, k, v)), attn_bias=options["attn_bias"])
+
+
+@pytest.mark.parametrize("name", kits("torch", "torch_cuda"))
+@pytest.mark.parametrize("case", MODIFIED[1::5], ids=lambda case: case.id)
+def test_case(name: str, case: Modified) -> None:
+    arrays, options = [x.host for x in case.arrays()], case.options
+    with opened(name) as kit:
+
+        def place(x: Any) -> Any:
+            if isinstance(x, Mask):
+                return All(*(part.bound(*map(place, part.arrays)) for part in x.parts))
+            return kit.put(x) if isinstance(x, np.ndarray) else x
+
+        tensors = {name: place(x) for name, x in hosted(options).items()}
+        function = cupyflash.attention if case.packed is None else cupyflash.attention_varlen
+        result = function(*map(kit.put, arrays), **tensors, return_lse=True)
+        judge(tuple(map(kit.get, result)), *arrays, **options)
+
+
+def test_compiled_code_calls_packed_attention_as_it_is() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(70, 2, 8) for _ in range(3))
+    ends = torch.tensor([0, 30, 70])
+
+    def block(q: Any, ends: Any) -> Any:
+        mask = PrefixLM(torch.tensor([3, 9]))
+        out = cupyflash.attention_varlen(2 * q, k, v, ends, ends, mask=mask, max_seqlen_q=40)
+        return out + 1
+
+    compiled = torch.compile(block, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(q, ends), block(q, ends))
+
+
+def test_packed_attention_refuses_gradients_and_draws_its_dropout() -> None:
+    q, ends = torch.ones(40, 2, 8), torch.tensor([0, 10, 40])
+    with pytest.raises(UnsupportedProblem, match="`k` requires a gradient"):
+        cupyflash.attention_varlen(q, q.clone().requires_grad_(), q, ends, ends)
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn.append(cupyflash.attention_varlen(q, q, q, ends, ends, dropout_p=0.5))
+    assert torch.equal(*drawn[:2])
+    assert not torch.equal(*drawn[1:])
+
+
+def test_segments_of_another_library_are_taken() -> None:
+    q = torch.randn(2, 9, 2, 8)
+    ids = np.array([[0] * 4 + [1] * 5, [2] * 9])
+    expected = cupyflash.attention(q, q, q, mask=Segments(torch.from_numpy(ids)))
+    for given in (ids, ids.tolist(), torch.from_numpy(ids).to(torch.uint8)):
+        assert torch.equal(cupyflash.attention(q, q, q, segment_ids=given), expected)
 
 
 # On a GPU
