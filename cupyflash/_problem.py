@@ -349,7 +349,7 @@ def host_metadata(x: Any, name: str) -> Any:
 
 def _listed(x: Any, name: str) -> Any:
     """Return an integer, or a list or tuple of integers, as an array; anything else as it is."""
-    if not isinstance(x, tuple | list | int | np.integer):
+    if isinstance(x, Array) or not isinstance(x, tuple | list | int | np.integer):
         return x
     try:
         return np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)

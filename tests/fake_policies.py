@@ -27,7 +27,7 @@ class Reader:
         self.sizes = sizes  # batch, heads_q, len_q, len_k
         self.options: dict[str, Any] = {"masks": []}
         for member in ("Mask", "Score", "Dropout", "Sink", "Sequences"):
-            (types,) = re.findall(rf"using {member} = (.*);", unit)
+            (types,) = re.findall(rf"using {member} = (?:::)?(.*);", unit)
             self.read(types)
         assert self.at == len(data)
         self.options.setdefault("band", Band())

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exporters import DlpackExporter
 
 import cupyflash
 from cupyflash import InvalidArgument, InvalidType
@@ -293,3 +294,13 @@ def test_masks_have_names_for_people() -> None:
     assert (from_arrays.problem.batch, from_arrays.kernel) == (3, "cpu")
     assert cupyflash.supports(**arrays)
     assert not cupyflash.supports(**arrays, kernel="attention_fwd_sm90")
+
+
+def test_arrays_of_unknown_libraries_are_metadata_too() -> None:
+    arrays = draw()
+    expected = cupyflash.attention_varlen(**arrays, mask=PrefixLM([1, 2, 3]))
+    foreign = {name: DlpackExporter(np.asarray(x)) for name, x in arrays.items()}
+    mask = PrefixLM(DlpackExporter(np.array([1, 2, 3])))
+    assert np.array_equal(cupyflash.attention_varlen(**foreign, mask=mask), expected)
+    foreign |= {"cu_seqlens_q": CU_Q, "cu_seqlens_k": np.array(CU_K)}
+    assert np.array_equal(cupyflash.attention_varlen(**foreign, mask=mask), expected)
