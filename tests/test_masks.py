@@ -1,6 +1,8 @@
-"""The band policy: its questions against its dense form, and that against the written rule."""
+"""Mask policies in Python: their questions against their dense form, and that against the rules."""
 
+import functools
 import itertools
+import operator
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash.errors import CupyflashError, InvalidArgument, InvalidType
-from cupyflash.masks import Band
+from cupyflash.masks import All, Band, PrefixLM, Segments
 
 sides = st.one_of(st.just(-1), st.none(), st.integers(0, 12), st.just(10**30))
 bands = st.builds(
@@ -135,3 +137,109 @@ def test_errors_name_the_argument(arguments, error, words):
     with pytest.raises(error, match=words) as caught:
         Band.of(**arguments)
     assert isinstance(caught.value, CupyflashError)
+
+
+# Masks with arrays, and their intersection
+
+
+def prefixed(i, j, len_q, len_k, prefix, alignment):
+    d = len_k - len_q if alignment == "bottom_right" else 0
+    return j < prefix or j <= i + d
+
+
+alignments = st.sampled_from(["bottom_right", "top_left"])
+prefixes = st.lists(st.integers(-2, 12), min_size=2, max_size=2)
+ids = st.lists(st.integers(0, 2), min_size=18, max_size=18)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prefixes, alignments, lengths, lengths)
+def test_prefix_lm_is_the_rule(prefix, alignment, len_q, len_k):
+    mask = PrefixLM(np.array(prefix, np.int16), alignment)
+    for b in range(2):
+        dense = mask.dense(len_q, len_k, b)
+        assert dense.shape == (len_q, len_k)
+        for i, j in itertools.product(range(len_q), range(len_k)):
+            assert dense[i, j] == prefixed(i, j, len_q, len_k, prefix[b], alignment)
+
+
+def test_one_prefix_is_that_of_every_entry():
+    for prefix in (3, np.int64(3), np.array(3), np.array([3])):
+        assert np.array_equal(PrefixLM(prefix).dense(4, 6, 1), PrefixLM([3, 3]).dense(4, 6, 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids, ids, lengths, lengths)
+def test_segments_are_the_rule(q, k, len_q, len_k):
+    q, k = (np.array(x).reshape(2, 9) for x in (q, k))
+    for b in range(2):
+        dense = Segments(q, k).dense(len_q, len_k, b)
+        for i, j in itertools.product(range(len_q), range(len_k)):
+            assert dense[i, j] == (q[b, i] == k[b, j])
+        assert np.array_equal(
+            Segments(q).dense(len_q, len_k, b), Segments(q, q).dense(len_q, len_k, b)
+        )
+
+
+masks = st.one_of(
+    bands,
+    st.builds(PrefixLM, prefixes.map(np.array), alignments),
+    st.builds(lambda q, k: Segments(*(np.sort(x).reshape(2, 9) for x in (q, k))), ids, ids),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(masks, min_size=1, max_size=3), lengths, lengths, st.integers(1, 4), st.integers(0, 1)
+)
+def test_an_intersection_answers_for_all_parts(parts, len_q, len_k, block, b):
+    """Ranges hold all that is seen, and whole is never wrong; a mask alone is its own part."""
+    mask = functools.reduce(operator.and_, parts)
+    dense = mask.dense(len_q, len_k, b)
+    every = [part.dense(len_q, len_k, b) for part in parts]
+    assert np.array_equal(dense, np.logical_and.reduce(every))
+    for q, k in itertools.product(range(0, len_q, block), range(0, len_k, block)):
+        q_end, k_end = min(q + block, len_q), min(k + block, len_k)
+        first, end = mask.keys(q, q_end, len_q, len_k, b)
+        assert 0 <= first <= end <= len_k
+        seen = dense[q:q_end].any(axis=0)
+        assert not seen[:first].any()
+        assert not seen[end:].any()
+        if mask.whole(q, q_end, k, k_end, len_q, len_k, b):
+            assert dense[q:q_end, k:k_end].all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(prefixes, alignments, lengths, lengths, st.data())
+def test_a_prefix_skips_what_it_can(prefix, alignment, len_q, len_k, data):
+    mask = PrefixLM(np.array(prefix), alignment)
+    begin = data.draw(st.integers(0, len_q))
+    end = data.draw(st.integers(begin, len_q))
+    dense = mask.dense(len_q, len_k)[begin:end]
+    seen = np.flatnonzero(dense.any(axis=0))
+    assert mask.keys(begin, end, len_q, len_k) == (0, seen[-1] + 1 if seen.size else 0)
+    if end > begin:
+        for k_end in range(1, len_k + 1):
+            assert mask.whole(begin, end, 0, k_end, len_q, len_k) == dense[:, :k_end].all()
+
+
+def test_parts_are_flat_and_types_are_joined():
+    band, prefix, segments = Band(4, 0), PrefixLM(3), Segments([[0, 1]])
+    mask = band & (prefix & segments)
+    assert mask.parts == (band, prefix, segments)
+    assert mask.cuda_type == "All<Band<true, true>, PrefixLM, Segments>"
+    assert mask == (band & prefix) & segments
+    assert mask != band & prefix
+
+
+def test_an_intersection_is_of_masks():
+    with pytest.raises(TypeError):
+        Band() & np.ones((3, 3), bool)
+    with pytest.raises(InvalidType, match=r"`masks`.*ndarray"):
+        All(Band(), np.ones((3, 3), bool))
+
+
+@pytest.mark.parametrize("alignment", ["bottom", None])
+def test_errors_of_a_prefix_name_the_argument(alignment):
+    with pytest.raises(InvalidArgument, match="`alignment`"):
+        PrefixLM(3, alignment)
