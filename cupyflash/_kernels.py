@@ -10,28 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _cpu, _forward_sm90, _tuning, _unit, reference
+from . import _cpu, _forward_sm80, _forward_sm90, reference
 from ._array import Array
 from ._array.host import host_view
-from ._forward import (
-    MAX_HEAD_DIM,
-    has_positive_scale,
-    heads_per_group,
-    refuse_dtype,
-    refuse_lengths,
-    refuse_modifiers,
-    tiles,
-)
-from ._launch import FORWARD_BYTES, Launch, pack_forward
+from ._forward import MAX_HEAD_DIM, refuse_dtype
+from ._launch import Launch
 from ._problem import FLOAT8S, FLOATS, Operands, Problem
 from .errors import InvalidArgument, UnsupportedProblem
 from .masks import All
 
 __all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
 
-SM80_DTYPES = ("float16", "bfloat16", "float32")
 HOST_DTYPES = FLOATS + FLOAT8S
-MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
 
 
 class KernelInfo(NamedTuple):
@@ -204,48 +194,6 @@ def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None)
             lse[...] = sums
 
 
-def _refuse_sm80(problem: Problem) -> str | None:
-    for name in ("head_dim", "head_dim_v"):
-        if (dim := getattr(problem, name)) > MAX_HEAD_DIM:
-            return f"needs {name} <= {MAX_HEAD_DIM}, got {dim}"
-    reason = (
-        refuse_modifiers(problem) or refuse_dtype(problem, SM80_DTYPES) or refuse_lengths(problem)
-    )
-    if reason:
-        return reason
-    if (blocks := tiles(problem, _config_sm80(problem).block_q)) > MAX_BLOCKS:
-        return f"launches at most {MAX_BLOCKS} blocks, this needs {blocks}"
-    return None
-
-
-def _config_sm80(problem: Problem) -> _tuning.ForwardSm80:
-    assert problem.arch is not None
-    return _tuning.forward_sm80(
-        problem.dtype,
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.arch,
-        mask=problem.band.cuda_type,
-        mask_bytes=problem.band.cuda_bytes,
-        width=problem.width,
-        positive_scale=has_positive_scale(problem),
-        params_bytes=FORWARD_BYTES,
-    )
-
-
-def _launch_sm80(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
-    config = _config_sm80(problem)
-    return Launch(
-        unit=_unit.render(FORWARD_SM80.name, config),
-        symbol=FORWARD_SM80.name,
-        arch=f"sm_{problem.arch}",
-        grid=(tiles(problem, config.block_q), 1, 1),
-        block=(config.threads, 1, 1),
-        shared_bytes=config.smem_bytes,
-        params=pack_forward(problem, operands, lse, heads_per_group(problem)),
-    )
-
-
 FORWARD_SM90 = Kernel(
     name=_forward_sm90.NAME,
     op="forward",
@@ -260,13 +208,13 @@ FORWARD_SM90 = Kernel(
 )
 
 FORWARD_SM80 = Kernel(
-    name="attention_fwd_sm80",
+    name=_forward_sm80.NAME,
     op="forward",
     arch=range(80, 1000),
-    needs=f"{', '.join(SM80_DTYPES)}; head dims <= {MAX_HEAD_DIM}; causal and windows",
-    unsupported=_refuse_sm80,
-    config=_config_sm80,
-    launch=_launch_sm80,
+    needs=f"{', '.join(_forward_sm80.DTYPES)}; head dims <= {MAX_HEAD_DIM}; every option",
+    unsupported=_forward_sm80.refusal,
+    config=_forward_sm80.config,
+    launch=_forward_sm80.launch,
 )
 
 CPU = Kernel(

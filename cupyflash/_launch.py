@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _jit, _tickets
+from . import _jit, _modifiers, _tickets
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, TensorMap, encode, moving
 from .errors import DeviceUnavailable
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 # Params of cuda/kernels/attention_fwd_sm80.cu: the pointers, which alone change between warm calls;
-# 12 strides, 8 integers and the scale, in units of log 2; the mask's own.
+# 12 strides, 8 integers and the scale, in units of log 2 and as it is; then those of policies.
 POINTERS = struct.Struct("<5Q")
-FORWARD = struct.Struct("<12q8if4x")
+FORWARD = struct.Struct("<12q8i2f")
 BAND = struct.Struct("<3i4x")
-FORWARD_BYTES = POINTERS.size + FORWARD.size + BAND.size
+FORWARD_BYTES = POINTERS.size + FORWARD.size  # before those of the policies
 # Params of a kernel that takes tensor maps start with those of q, k, v and out, and the pointers to
 # out, lse and tickets.
 MAPS_BYTES = 4 * BYTES
@@ -234,7 +234,8 @@ def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> 
     """
     arrays = (operands.q, operands.k, operands.v, operands.out)
     if problem.empty:
-        return bytes(FORWARD_BYTES)  # no block reads them, and the other sizes may have any value
+        # No block reads them, and the other sizes may have any value.
+        return bytes(FORWARD_BYTES + _modifiers.policies(problem).params_bytes)
     return (
         POINTERS.pack(*(array.pointer for array in arrays), lse)
         + FORWARD.pack(
@@ -248,6 +249,7 @@ def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> 
             problem.head_dim_v,
             group,
             problem.scale * LOG2_E,
+            problem.scale,
         )
-        + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))
+        + _modifiers.pack(problem, operands)
     )

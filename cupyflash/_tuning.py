@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ._modifiers import Policies
+
 __all__ = ["HEAD_DIMS", "ForwardSm80", "Tiles", "forward_sm80", "heads_per_group", "shared_limit"]
 
 # Classes of head dims: an array's own dimension is padded, in the kernel, to the next of these.
@@ -39,6 +41,10 @@ class ForwardSm80:
 
     t: str
     mask: str
+    score: str
+    dropout: str
+    sink: str
+    sequences: str
     head_dim: int
     head_dim_v: int
     block_k: int
@@ -124,7 +130,7 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, mask_bytes: int, ti
     inputs = 2 * planes * (block_q * head_dim + rows_k * (head_dim + head_dim_v))
     staging = block_q * (head_dim_v * itemsize + 16)
     landing = max(_landing(tiles, dim) for dim in (head_dim, head_dim_v)) if planes > 1 else 16
-    surroundings = 2 * 8 + 2 * 4 + mask_bytes  # two addresses, two positions, the mask
+    surroundings = 48 + 2 * 8 + mask_bytes + 4  # the place, two addresses, the mask, a position
     return max(inputs, staging) + _aligned(surroundings, 16) + landing
 
 
@@ -142,8 +148,7 @@ def forward_sm80(
     head_dim_v: int,
     arch: int,
     *,
-    mask: str,
-    mask_bytes: int,
+    policies: Policies,
     width: int,
     positive_scale: bool,
     params_bytes: int,
@@ -158,8 +163,8 @@ def forward_sm80(
         The arrays' own, at most 256.
     arch : int
         Compute capability, 90 for 9.0.
-    mask, mask_bytes : str, int
-        The mask's CUDA type, and the bytes of an object of it.
+    policies : Policies
+        The CUDA types of what acts on the scores.
     width : int
         Bytes of the widest access that pointers and strides allow.
     positive_scale : bool
@@ -172,11 +177,15 @@ def forward_sm80(
     dims = head_dim_classes(head_dim, head_dim_v)
     table = SINGLE if dtype == "float32" else HALF
     rows = table.get(dims, table[max(dims)])
-    sizes = {tiles: shared_bytes(dtype, *dims, mask_bytes, tiles) for tiles in rows}
+    sizes = {tiles: shared_bytes(dtype, *dims, policies.mask_bytes, tiles) for tiles in rows}
     tiles = _first_that_fits(sizes.items(), shared_limit(arch), arch)
     return ForwardSm80(
         t=element,
-        mask=mask,
+        mask=policies.mask,
+        score=policies.score,
+        dropout=policies.dropout,
+        sink=policies.sink,
+        sequences=policies.sequences,
         head_dim=dims[0],
         head_dim_v=dims[1],
         block_k=tiles.block_k,

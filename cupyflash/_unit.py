@@ -52,7 +52,9 @@ def render(symbol: str, config: Any) -> str:
 
 def _member(name: str, value: Any) -> str:
     if isinstance(value, str):
-        return f"using {name.title().replace('_', '')} = {value};"
+        member = name.title().replace("_", "")
+        outer = "::" if member == value.partition("<")[0] else ""  # of a type of the same name
+        return f"using {member} = {outer}{value};"
     if isinstance(value, bool):
         return f"static constexpr bool {name.upper()} = {str(value).lower()};"
     return f"static constexpr int {name.upper()} = {value};"

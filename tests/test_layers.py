@@ -17,7 +17,7 @@ FLOORS = (
     {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
     {
         "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_tuning_sm90",
-        "_forward", "_forward_sm90", "_cpu", "_modifiers", "_online",
+        "_forward", "_forward_sm80", "_forward_sm90", "_cpu", "_modifiers", "_online",
     },
     {"_kernels", "_emulator"},
     {"_jax"},

@@ -4,12 +4,17 @@
 // to the first: those that a mask cuts come first, then the ones it leaves whole. While a key block is multiplied, the
 // next ones are on their way.
 //
-// Reads Config: T, Mask, HEAD_DIM, HEAD_DIM_V, BLOCK_K, WARPS, M_TILES, STAGES, MIN_BLOCKS, WIDTH, Q_IN_REGISTERS,
-// POSITIVE_SCALE (false also does negative and zero scales), PARAMS_BYTES, SMEM_BYTES.
+// Reads Config: T, the policies Mask, Score, Dropout, Sink and Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, WARPS,
+// M_TILES, STAGES, MIN_BLOCKS, WIDTH, Q_IN_REGISTERS, POSITIVE_SCALE (false also does negative and zero scales),
+// PARAMS_BYTES, SMEM_BYTES.
 #include "masks/mask.cuh"
 #include "ptx/cp_async.cuh"
+#include "scores/score.cuh"
+#include "tile/dropout.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
+#include "tile/sequences.cuh"
+#include "tile/sink.cuh"
 #include "tile/softmax.cuh"
 #include "tile/work.cuh"
 
@@ -17,6 +22,10 @@ namespace forward {
 
 using T = Config::T;
 using Mask = Config::Mask;
+using Score = Config::Score;
+using Dropout = Config::Dropout;
+using Sink = Config::Sink;
+using Sequences = Config::Sequences;
 using Element = T::Storage;
 constexpr int HEAD_DIM = Config::HEAD_DIM, HEAD_DIM_V = Config::HEAD_DIM_V;
 constexpr int BLOCK_K = Config::BLOCK_K, STAGES = Config::STAGES, WIDTH = Config::WIDTH;
@@ -35,14 +44,30 @@ struct Params {
   int batch, len_q, len_k, heads_q, heads_k;
   int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM and HEAD_DIM_V
   int group;                 // heads that share the L2 cache, see Work
-  float scale;               // softmax_scale * log2(e): the softmax is in base 2
-  Mask::Params mask;
+  float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
+  alignas(8) Mask::Params mask;
+  Score::Params score;
+  Dropout::Params dropout;
+  Sink::Params sink;
+  Sequences::Params sequences;
 };
+
+// Scores enter the softmax as the product of Q and K gives them, and the scale its exponents.
+constexpr bool RAW = Score::IDENTITY && Config::POSITIVE_SCALE;
+// The columns of P that are made at a time: one product takes 16, one draw of dropout decides about 32.
+constexpr int STEP = Dropout::DROPS && BLOCK_K % 32 == 0 ? 32 : 16;
 
 // fp32 is split into planes: tiles land one after the other, and go to the one slot from there.
 constexpr bool SPLIT = T::PLANES > 1;
 constexpr bool COMPENSATED = SPLIT && HEAD_DIM_V <= 128;  // a wider O leaves no registers for it
 constexpr int LANDING_K = PACKETS<THREADS, BLOCK_K, HEAD_DIM>, LANDING_V = PACKETS<THREADS, BLOCK_K, HEAD_DIM_V>;
+
+// A tile of the output: rows [q_begin, q_begin + BLOCK_Q) of a sequence.
+struct Place {
+  int batch, head;
+  int q_begin;
+  Span q, k;
+};
 
 struct Inputs {
   Operand<T, BLOCK_Q, HEAD_DIM> q;
@@ -56,10 +81,10 @@ struct Shared {
     Staging<T, BLOCK_Q, HEAD_DIM_V> o;  // when the last product has read the inputs
   };
   // What the loop needs of its surroundings, kept here because O and S leave no registers for it.
-  const Element *k, *v;  // this head's
-  int q_begin;           // first row of the tile
-  int first_key;         // of the last key block of the walk
+  Place place;
+  const Element *k, *v;  // the sequence's, of this head
   Mask mask;
+  int first_key;  // of the last key block of the walk
   Packet<16> landing[!SPLIT ? 1 : LANDING_K > LANDING_V ? LANDING_K : LANDING_V];
 };
 
@@ -67,28 +92,114 @@ static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same 
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
 static_assert(!SPLIT || STAGES == 1, "fp32 has one slot, and a landing");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
+static_assert(ScorePolicy<Score>, "a score is what scores/score.cuh says");
 
 using Scores = Fragment<WARP_Q, BLOCK_K>;
 using Output = Fragment<WARP_Q, HEAD_DIM_V>;
 
-// Hides the pairs beyond the mask or the end of the keys. Scores are replaced, not added to: whatever a hidden key
-// holds is gone.
-DEVICE void hide(Scores &s, const Params &p, const Mask &mask, int q, int k, u32 lane) {
-  s.each([&](float &score, int r, int c) {
-    const int key = k + Scores::column(c, lane);
-    if (key >= p.len_k || !mask.keep(q + Scores::row(r, lane), key)) score = -INFINITE;
+// Which tile is this block's. Sequences that are packed have more blocks than tiles: some are beyond a sequence's rows.
+template <class Sequences>
+DEVICE Place find(const Params &p, const typename Sequences::Params &sequences) {
+  if constexpr (Sequences::PACKED) {
+    const int total = p.len_q, slots = total / BLOCK_Q + p.batch + 2;
+    const Work work(blockIdx.x, slots, p.heads_q, 1, p.group);
+    // Before and after the sequences there may be rows of none. Each has as many slots as its rows may need, wherever
+    // they begin, so that no lengths are summed.
+    const auto slot = [&](int i) {
+      return static_cast<int>(i == 0 ? 0 : sequences.cu_q.clipped(i - 1, 0, total) / BLOCK_Q) + i;
+    };
+    const int i = last_at_most(work.tile, p.batch + 2, slot, ptx::lane());
+    const int b = i == 0 ? p.batch : i <= p.batch ? i - 1 : i;
+    const Span keys = b < p.batch ? Sequences::keys(sequences, b, p.len_k) : Span{0, 0, 0};
+    return {b, work.head, (work.tile - slot(i)) * BLOCK_Q, Sequences::queries(sequences, b, p.batch, total), keys};
+  } else {
+    const Work work(blockIdx.x, (p.len_q + BLOCK_Q - 1) / BLOCK_Q, p.heads_q, p.batch, p.group);
+    return {work.batch, work.head, work.tile * BLOCK_Q, Sequences::queries(sequences, work.batch, p.batch, p.len_q),
+            Sequences::keys(sequences, work.batch, p.len_k)};
+  }
+}
+
+// The lengths in use; those of the arrays are in Params, where they take no register.
+DEVICE int len_q(const Params &p, const Shared &shared) { return Sequences::VARIES ? shared.place.q.length : p.len_q; }
+DEVICE int len_k(const Params &p, const Shared &shared) { return Sequences::VARIES ? shared.place.k.length : p.len_k; }
+
+// A row of a sequence in an array of such strides.
+DEVICE i64 row_at(const Place &place, const Span &span, i64 row, i64 batch_stride, i64 row_stride) {
+  return (Sequences::PACKED ? 0 : place.batch * batch_stride) + (span.first + row) * row_stride;
+}
+DEVICE Element *o_at(const Params &p, const Place &place) {
+  return p.o + row_at(place, place.q, place.q_begin, p.o_batch, p.o_row) + place.head * p.o_head;
+}
+DEVICE float *lse_at(const Params &p, const Place &place) {
+  const i64 entry = Sequences::PACKED ? 0 : place.batch;
+  return p.lse + (entry * p.heads_q + place.head) * p.len_q + place.q.first + place.q_begin;
+}
+
+DEVICE Dropout dropout_of(const Params &p, const Shared &shared) {
+  return Dropout(p.dropout, shared.place.batch, shared.place.head);
+}
+
+// Scores in the units of the softmax, where the product of Q and K does not give them.
+DEVICE void modify(Scores &s, const Params &p, const Shared &shared, int q, int k, u32 lane) {
+  if constexpr (RAW) return;
+  const Score score(p.score, shared.place.batch, shared.place.head, len_q(p, shared), len_k(p, shared));
+  s.each([&](float &x, int r, int c) {
+    x = score.apply(x * p.scale, q + Scores::row(r, lane), k + Scores::column(c, lane));
   });
 }
 
-DEVICE Work work_of(u32 block, const Params &p) {
-  return Work(block, (p.len_q + BLOCK_Q - 1) / BLOCK_Q, p.heads_q, p.batch, p.group);
+// Hides the pairs beyond the mask or the end of the keys. Scores are replaced, not added to: whatever a hidden key
+// holds is gone.
+DEVICE void hide(Scores &s, int len_k, const Mask &mask, int q, int k, u32 lane) {
+  s.each([&](float &score, int r, int c) {
+    const int key = k + Scores::column(c, lane);
+    if (key >= len_k || !mask.keep(q + Scores::row(r, lane), key)) score = -INFINITE;
+  });
+}
+
+// Drops weights in columns [first, first + STEP) of the key block at k.
+template <class Dropout>
+DEVICE void drop(Scores &s, const Dropout &dropout, int q, int k, int first, u32 lane) {
+  if constexpr (Dropout::DROPS) {
+    const bool upper = STEP == 16 && (k + first) % 32 != 0;  // half of the columns of a draw
+#pragma unroll
+    for (int m = 0; m < WARP_Q / 16; ++m)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        u32 x[4];
+        dropout.draw(q + Scores::row(2 * m, lane), k + first + Scores::column(odd, lane), x);
+#pragma unroll
+        for (int n = 0; n < STEP / 8; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const bool kept = upper ? dropout.keep(x, half, n % 2 + 2) : dropout.keep(x, half, n);
+            if (!kept) s.x[m][first / 8 + n][2 * half + odd] = 0.0f;
+          }
+      }
+  }
+}
+
+// What dropout multiplies the kept weights by.
+template <class Dropout>
+DEVICE float rescale(const Dropout &dropout) {
+  if constexpr (Dropout::DROPS) return dropout.rescale();
+  return 1.0f;
+}
+
+// Rows of the sequence that are not in use see no key.
+DEVICE void clear(const Place &place, Output &o, float (&lse)[Output::ROWS], int warp, u32 lane) {
+  const int used = place.q.length - place.q_begin - warp * WARP_Q;
+  o.each([&](float &value, int r, int) { value = Output::row(r, lane) < used ? value : 0.0f; });
+#pragma unroll
+  for (int r = 0; r < Output::ROWS; ++r) lse[r] = Output::row(r, lane) < used ? lse[r] : -INFINITE;
 }
 
 // Writes this warp's rows of O and LSE.
-DEVICE void store(const Params &p, const Work &work, Shared &shared, const Output &o, const float (&lse)[Output::ROWS],
-                  int warp, u32 lane) {
-  const int q_begin = work.tile * BLOCK_Q, warp_q = warp * WARP_Q;
-  const int rows = min(p.len_q - q_begin - warp_q, WARP_Q);
+DEVICE void store(const Params &p, Shared &shared, const Output &o, const float (&lse)[Output::ROWS], int warp,
+                  u32 lane) {
+  const Place place = shared.place;
+  const int warp_q = warp * WARP_Q;
+  const int rows = min(place.q.extent - place.q_begin - warp_q, WARP_Q);
 #pragma unroll
   for (int m = 0; m < WARP_Q / 16; ++m)
 #pragma unroll
@@ -98,16 +209,23 @@ DEVICE void store(const Params &p, const Work &work, Shared &shared, const Outpu
         shared.o.put(warp_q + Output::row(2 * m + half, lane), Output::column(8 * n, lane), o.x[m][n][2 * half],
                      o.x[m][n][2 * half + 1]);
   ptx::warp_barrier();  // the warp's rows are staged by its own lanes
-  Element *o_rows = p.o + work.batch * p.o_batch + work.head * p.o_head + q_begin * p.o_row;
-  store_rows<T, WIDTH>(o_rows, p.o_row, shared.o, warp_q, rows, p.head_dim_v, lane);
+  store_rows<T, WIDTH>(o_at(p, place), p.o_row, shared.o, warp_q, rows, p.head_dim_v, lane);
   if (p.lse && lane % 4 == 0) {
-    float *lse_rows = p.lse + (static_cast<i64>(work.batch) * p.heads_q + work.head) * p.len_q + q_begin + warp_q;
+    float *lse_rows = lse_at(p, place) + warp_q;
 #pragma unroll
     for (int r = 0; r < Output::ROWS; ++r) {
       const int row = Output::row(r, lane);
       if (row < rows) lse_rows[row] = lse[r];
     }
   }
+}
+
+// Writes a tile of which no row is in use.
+DEVICE void store_nothing(const Params &p, const Place &place, u32 thread) {
+  const int rows = min(place.q.extent - place.q_begin, BLOCK_Q);
+  zero_rows<T, THREADS, WIDTH>(o_at(p, place), p.o_row, rows, p.head_dim_v, thread);
+  if (p.lse)
+    for (int row = thread; row < rows; row += THREADS) lse_at(p, place)[row] = -INFINITE;
 }
 
 DEVICE u32 slot_of(int key) { return static_cast<u32>(key) / BLOCK_K % STAGES; }
@@ -128,13 +246,13 @@ DEVICE void start(Shared &shared, Operand<T, BLOCK_K, COLUMNS> &slot, const Elem
 DEVICE void load_k(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.k_row);
-  start(shared, shared.in.k[slot_of(key)], shared.k + key * row, row, p.len_k - key, p.head_dim);
+  start(shared, shared.in.k[slot_of(key)], shared.k + key * row, row, len_k(p, shared) - key, p.head_dim);
 }
 
 DEVICE void load_v(const Params &p, Shared &shared, int key, int first_key) {
   if (key < first_key) return;
   const i64 row = ptx::opaque(p.v_row);
-  start(shared, shared.in.v[slot_of(key)], shared.v + key * row, row, p.len_k - key, p.head_dim_v);
+  start(shared, shared.in.v[slot_of(key)], shared.v + key * row, row, len_k(p, shared) - key, p.head_dim_v);
 }
 
 // The largest rows / 2^n that is no more than `room`.
@@ -162,26 +280,25 @@ struct Walk {
   int first, last;
 };
 
-// Finds out where this block is, and starts its first copies.
-DEVICE Walk begin(const Params &p, Shared &shared) {
+// Tells the block where its tile is, and starts its first copies.
+DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
   const u32 thread = threadIdx.x;
-  const Work work = work_of(blockIdx.x, p);
-  const int head_k = work.head / (p.heads_q / p.heads_k);
-  const Mask mask(p.mask, work.batch, work.head, p.len_q, p.len_k);
-  const int q_begin = work.tile * BLOCK_Q, q_end = min(q_begin + BLOCK_Q, p.len_q);
+  const int head_k = place.head / (p.heads_q / p.heads_k);
+  const Mask mask(p.mask, place.batch, place.head, place.q.length, place.k.length);
+  const int q_begin = place.q_begin, q_end = min(q_begin + BLOCK_Q, place.q.length);
   const Range keys = mask.keys(q_begin, q_end);
   const int first = keys.begin / BLOCK_K * BLOCK_K;
   const int last = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first - BLOCK_K;
 
   if (thread == 0) {
-    shared.k = p.k + work.batch * p.k_batch + head_k * p.k_head;
-    shared.v = p.v + work.batch * p.v_batch + head_k * p.v_head;
-    shared.q_begin = q_begin;
+    shared.place = place;
+    shared.k = p.k + row_at(place, place.k, 0, p.k_batch, p.k_row) + head_k * p.k_head;
+    shared.v = p.v + row_at(place, place.k, 0, p.v_batch, p.v_row) + head_k * p.v_head;
     shared.first_key = first;
     shared.mask = mask;
   }
   ptx::barrier();  // thread 0 has written what the loads and the loop read
-  const Element *q = p.q + work.batch * p.q_batch + work.head * p.q_head + q_begin * p.q_row;
+  const Element *q = p.q + row_at(place, place.q, q_begin, p.q_batch, p.q_row) + place.head * p.q_head;
   load_q(p, shared, q, q_end - q_begin, thread);
   if constexpr (SPLIT) {
     load_k(p, shared, last, first);
@@ -197,7 +314,9 @@ DEVICE Walk begin(const Params &p, Shared &shared) {
 }
 
 DEVICE void attend(const Params &p, Shared &shared) {
-  const Walk walk = begin(p, shared);
+  const Place place = find<Sequences>(p, p.sequences);
+  if (Sequences::VARIES && place.q_begin >= place.q.length) return store_nothing(p, place, threadIdx.x);
+  const Walk walk = begin(p, shared, place);
   const auto first = [&] { return SPLIT ? shared.first_key : walk.first; };  // fp32 needs the register more
 
   Rows<T, WARP_Q> q_rows[Config::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1];
@@ -215,9 +334,8 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
   };
 
-  OnlineSoftmax<WARP_Q, COMPENSATED> softmax;
+  OnlineSoftmax<WARP_Q, COMPENSATED> softmax(RAW ? p.scale : 1.0f, RAW ? p.scale_log2 : LOG2_E);
   Output o;
-  softmax.reset();
   o.zero();
 
   for (int key = walk.last; key >= first(); key -= BLOCK_K) {
@@ -235,19 +353,20 @@ DEVICE void attend(const Params &p, Shared &shared) {
       ptx::cp_async_commit();
     }
     const Mask mask = shared.mask;
-    const int warp_q = shared.q_begin + ptx::uniform(ptx::opaque(threadIdx.x) / 32) * WARP_Q;
-    const int warp_q_end = min(warp_q + WARP_Q, p.len_q), key_end = key + BLOCK_K;
+    const int warp_q = shared.place.q_begin + ptx::uniform(ptx::opaque(threadIdx.x) / 32) * WARP_Q;
+    const int warp_q_end = min(warp_q + WARP_Q, len_q(p, shared)), key_end = key + BLOCK_K;
     const Range keys = mask.keys(warp_q, warp_q_end);
     const bool seen = key < keys.end && key_end > keys.begin;  // by some row of this warp
 
     Scores s;
     if (seen) {
-      // S = Q K^T, masked
+      // S = Q K^T, modified and masked
       gemm_qk(s, queries, shared.in.k[slot_of(key)], ptx::lane());
-      if constexpr (!Config::POSITIVE_SCALE) s.each([&](float &score, int, int) { score *= p.scale; });
-      const bool whole = key_end <= p.len_k && mask.whole(warp_q, warp_q_end, key, key_end);
-      if (!whole) hide(s, p, mask, warp_q, key, ptx::lane());
-      softmax.meet(s, o, Config::POSITIVE_SCALE ? p.scale : 1.0f);
+      modify(s, p, shared, warp_q, key, ptx::lane());
+      const int keys_used = len_k(p, shared);
+      const bool whole = key_end <= keys_used && mask.whole(warp_q, warp_q_end, key, key_end);
+      if (!whole) hide(s, keys_used, mask, warp_q, key, ptx::lane());
+      softmax.meet(s, o);
     }
     if constexpr (SPLIT) {
       ptx::cp_async_wait_all();
@@ -256,9 +375,12 @@ DEVICE void attend(const Params &p, Shared &shared) {
       ptx::barrier();  // every thread's part of V is split
     }
     if (seen) {
-      // P = exp(scale S - m), sixteen keys at a time, and O += P V
+      // P = exp(S - m), STEP keys at a time, and O += P V
       const auto weights = [&](Rows<T, WARP_Q> &rows, int first) {
-        softmax.weigh(s, first, 16);
+        if (first % STEP == 0) {
+          softmax.weigh(s, first, STEP);
+          drop(s, dropout_of(p, shared), warp_q, key, first, ptx::lane());
+        }
         rows.load(s, first);
       };
       gemm_pv(o, weights, shared.in.v[slot_of(key)], ptx::lane());
@@ -266,10 +388,11 @@ DEVICE void attend(const Params &p, Shared &shared) {
   }
 
   float lse[Output::ROWS];
-  softmax.finish(o, lse);
+  softmax.finish(o, lse, Sink(p.sink, shared.place.head), rescale(dropout_of(p, shared)));
+  if constexpr (Sequences::VARIES) clear(shared.place, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
   ptx::cp_async_wait_all();
   ptx::barrier();  // the staged output lies over the inputs, which every warp has read now
-  store(p, work_of(ptx::opaque(blockIdx.x), p), shared, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
+  store(p, shared, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
 }
 
 }  // namespace forward

@@ -160,3 +160,13 @@ DEVICE void store_rows(typename T::Storage *target, i64 stride, const Staging<T,
     if (column < columns) *reinterpret_cast<Packet<WIDTH> *>(to) = *reinterpret_cast<const Packet<WIDTH> *>(from);
   }
 }
+
+// THREADS threads write zeros to `rows` rows of `columns` elements, WIDTH bytes at a time; row r starts at target + r *
+// stride.
+template <class T, int THREADS, int WIDTH>
+DEVICE void zero_rows(typename T::Storage *target, i64 stride, int rows, int columns, u32 thread) {
+  constexpr int ELEMENTS = WIDTH / sizeof(typename T::Storage);
+  for (int row = thread / 32; row < rows; row += THREADS / 32)
+    for (int column = thread % 32 * ELEMENTS; column < columns; column += 32 * ELEMENTS)
+      *reinterpret_cast<Packet<WIDTH> *>(target + row * stride + column) = {};
+}
