@@ -105,6 +105,13 @@ static_assert(Dropout::DROPS && !KeepAll::DROPS);
 EXPORT size_t Dropout_params() { return sizeof(Dropout::Params); }
 EXPORT size_t KeepAll_params() { return sizeof(KeepAll::Params); }
 
+// What is kept of the eight weights of four words.
+EXPORT void of_words(const void *params, const u32 *words, bool *kept) {
+  const u32 x[4] = {words[0], words[1], words[2], words[3]};
+  const Dropout dropout(as<Dropout::Params>(params), 0, 0);
+  for (int e = 0; e < 8; ++e) kept[e] = dropout.keep(x, e / 4, e % 4);
+}
+
 // What is kept of `rows` by `columns` weights from (q, k) on, whole fragments of 16 by 32.
 EXPORT float dropout(const void *params, int batch, int head, int q, int k, int rows, int columns, bool *kept) {
   const Dropout dropout(as<Dropout::Params>(params), batch, head);

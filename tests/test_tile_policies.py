@@ -140,6 +140,19 @@ def test_a_random_state_of_any_layout(library: Policies, state: np.ndarray) -> N
     np.testing.assert_array_equal(drop(library, state, 0.4, 2, 3), expected)
 
 
+@pytest.mark.parametrize("drops", [1, 2, 255, 256, 32768, 65534, 65535, 65536])
+def test_the_draws_next_to_the_threshold(library: Policies, drops: int) -> None:
+    """A draw is one half of a word, whatever the other half is."""
+    params = DROPOUT.pack(0, 0, 0, drops, 1.0, 0, -1)
+    for draw in {0, drops - 1, drops & 0xFFFF, 65535}:
+        for place, other in itertools.product(range(8), (0, 65535)):
+            draws = np.full(8, other, "<u2")
+            draws[place] = draw
+            kept = np.zeros(8, bool)
+            library.call("of_words", params, draws.view("<u4").astype(np.uint32), kept)
+            np.testing.assert_array_equal(kept, draws >= drops)
+
+
 def test_dropout_is_or_is_not(library: Policies) -> None:
     """Nothing is kept of a certain drop, almost all of the least likely one."""
     assert not drop(library, (5, 6), 1.0).any()
