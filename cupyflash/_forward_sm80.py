@@ -16,7 +16,7 @@ from ._tuning import ForwardSm80, forward_sm80
 __all__ = ["DTYPES", "NAME", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm80"
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
 
 
