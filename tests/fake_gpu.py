@@ -1,7 +1,7 @@
 """A GPU that is none: arrays of a made-up framework, and a kernel that computes on the host.
 
 The kernel decodes the bytes of a launch by the C struct of attention_fwd_sm80 or attention_fwd_sm90
-and computes with the oracle through the pointers and strides that it finds there, so that a wrong
+and computes by the CPU path through the pointers and strides that it finds there, so that a wrong
 byte is a wrong result. The driver that encodes tensor maps is one whose maps can be read.
 """
 
@@ -19,6 +19,7 @@ from cupyflash import _array, _call, _cpu, _driver, _jit, _launch, _tensor_map, 
 from cupyflash._array import ITEMSIZES, Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
+from cupyflash.masks import Band
 
 LOG2_E = 1.4426950408889634
 DTYPES = {
@@ -28,7 +29,7 @@ DTYPES = {
 
 
 class Params(ctypes.Structure):
-    """Params of cuda/kernels/attention_fwd_sm80.cu, with the natural alignment of C."""
+    """Params of cuda/kernels/attention_fwd_sm80.cu, up to those of the policies."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "o", "lse")),
@@ -36,8 +37,7 @@ class Params(ctypes.Structure):
         *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group")),
         ("scale", c_float),
-        ("gap", c_int),  # to the alignment of the policies
-        *((name, c_int) for name in ("left", "right", "bottom_right", "unused")),
+        ("natural_scale", c_float),
     ]
 
 
@@ -151,56 +151,45 @@ class FakeKernel:
     ) -> None:
         (argument,) = args
         assert type(argument) is np.void  # by value
-        struct: Any = ParamsSm90 if "attention_fwd_sm90" in self.unit else Params
-        self.params = argument.tobytes()
-        self.modified = "using Score = " in self.unit  # all policies follow, not a band alone
-        assert self.modified or argument.itemsize == ctypes.sizeof(struct)
+        params = argument.tobytes()
         assert shared_mem == self.shared_bytes
-        p = struct.from_buffer_copy(self.params)
+        p: Any
+        if "attention_fwd_sm90" in self.unit:
+            assert len(params) == ctypes.sizeof(ParamsSm90)
+            p = ParamsSm90.from_buffer_copy(params)
+            options = {"band": self.band(p), **self.descales(p)}
+        else:
+            p = Params.from_buffer_copy(params)
+            assert p.scale == pytest.approx(p.natural_scale * LOG2_E, rel=1e-6)
+            sizes = {name: getattr(p, name) for name in ("batch", "len_q", "len_k", "heads_q")}
+            options = Reader(self.unit, params[ctypes.sizeof(Params) :], sizes).options
         self.launches.append(
             SimpleNamespace(
-                grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p
+                grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p,
+                options=options, bytes=len(params),
             )
-        )
-        self.compute(p)
-
-    def compute(self, p: Any) -> None:
+        )  # fmt: skip
         dtype = DTYPES[re.search(r"using T = (\w+);", self.unit)[1]]
-        if self.modified:
-            self.compute_modified(p, dtype)
-            return
-        has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
-        left, right = (
-            x if flag == "true" else -1 for x, flag in zip((p.left, p.right), has, strict=True)
-        )
-        out, lse = reference.attention(
-            *(self.view(p, x, dtype) for x in "qkv"),
-            softmax_scale=p.scale / LOG2_E,
-            window_size=(left, right),
-            alignment="bottom_right" if p.bottom_right else "top_left",
-            **self.descales(p),
-        )
-        self.view(p, "o", dtype)[...] = out
-        if p.lse:
-            strides = _array.contiguous_strides(lse.shape)
-            host_view(Array(p.lse, lse.shape, strides, "float32", -1, "", False, None))[...] = lse
+        self.compute(p, dtype, options)
 
-    def compute_modified(self, p: Params, dtype: str) -> None:
-        """Compute by the CPU path with the policies that follow in Params."""
-        sizes = {name: getattr(p, name) for name in ("batch", "len_q", "len_k", "heads_q")}
-        options = Reader(self.unit, self.params[Params.left.offset :], sizes).options
-        natural = "using Score = Identity;" not in self.unit
-        packed = "using Sequences = Packed;" in self.unit
+    def compute(self, p: Any, dtype: str, options: dict[str, Any]) -> None:
+        """Compute by the CPU path with what the policies in Params say."""
+        batch = 1 if "cu_seqlens_q" in options else p.batch
         lse = None
         if p.lse:
-            shape = (1 if packed else p.batch, p.heads_q, p.len_q)
+            shape = (batch, p.heads_q, p.len_q)
             strides = _array.contiguous_strides(shape)
             lse = host_view(Array(p.lse, shape, strides, "float32", -1, "", False, None))
-        if packed:
-            p.batch = 1
-        q, k, v, out = (self.view(p, x, dtype) for x in "qkvo")
-        scale = p.scale if natural else p.scale / LOG2_E
-        _cpu.attention(q, k, v, out, lse, scale=scale, **options)
+        q, k, v, out = (self.view(p, x, dtype, batch) for x in "qkvo")
+        _cpu.attention(q, k, v, out, lse, scale=p.scale / LOG2_E, **options)
+
+    def band(self, p: Any) -> Band:
+        """The mask of a kernel that takes no other policy."""
+        has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
+        sides = [
+            x if flag == "true" else None for x, flag in zip((p.left, p.right), has, strict=True)
+        ]
+        return Band(*sides, "bottom_right" if p.bottom_right else "top_left")
 
     def descales(self, p: Any) -> dict[str, np.ndarray]:
         """What the operands are multiplied by."""
@@ -213,12 +202,12 @@ class FakeKernel:
                 found[name] = host_view(array)
         return found
 
-    def view(self, p: Any, x: str, dtype: str) -> np.ndarray:
+    def view(self, p: Any, x: str, dtype: str, batch: int) -> np.ndarray:
         """The operand that the parameters describe."""
         if isinstance(p, ParamsSm90):
             return self.mapped(p, x, dtype)
         length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
-        shape = (p.batch, length, heads, p.head_dim if x in "qk" else p.head_dim_v)
+        shape = (batch, length, heads, p.head_dim if x in "qk" else p.head_dim_v)
         strides = tuple(getattr(p, f"{x}_{axis}") for axis in ("batch", "row", "head"))
         return host_view(
             Array(getattr(p, x) or 0, shape, (*strides, 1), dtype, -1, "fake", False, None)

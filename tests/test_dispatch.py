@@ -87,8 +87,6 @@ def test_the_host_has_the_cpu_path() -> None:
         ({"head_dim_v": 257}, f"{SM80} needs head_dim_v <= 256, got 257"),
         ({"dtype": "float64"}, f"{SM80} takes float16, bfloat16, float32, got float64"),
         ({"dtype": "float8_e4m3fn", "arch": 100}, f"{SM80} takes .*, got float8_e4m3fn"),
-        ({"modifiers": ("softcap",)}, f"{SM80} does not take `softcap`"),
-        ({"modifiers": ("attn_mask", "dropout_p")}, "does not take `attn_mask`, `dropout_p`"),
         ({"len_k": 2**29 + 1}, f"{SM80} needs lengths up to 536870912, got 536870913"),
         ({"len_q": 2**29, "batch": 2**10}, f"{SM80} launches at most 2147483647 blocks"),
     ],
@@ -317,7 +315,8 @@ def test_supports_is_explain_in_one_bit() -> None:
     assert cupyflash.supports(len_q=9, head_dim=257, arch=None)
     assert not cupyflash.supports(len_q=9, head_dim=64, arch=75)
     assert not cupyflash.supports(len_q=9, head_dim=64, kernel="cpu")
-    assert not cupyflash.supports(len_q=9, head_dim=64, attn_bias=True)
+    assert cupyflash.supports(len_q=9, head_dim=64, attn_bias=True)
+    assert not cupyflash.supports(len_q=9, head_dim=64, attn_bias=True, dtype="float64")
     x = np.zeros((1, 3, 2, 8), np.float64)
     assert cupyflash.supports(x, x, x, causal=True)
     assert not cupyflash.supports(x, x, x, kernel=SM80)
