@@ -6,6 +6,7 @@
 
 import abc
 import dataclasses
+import functools
 import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -81,7 +82,7 @@ class Mask(abc.ABC):
         fields: dict[str, Any] = dict(zip(self.shapes, arrays, strict=True))
         return dataclasses.replace(self, **fields) if fields else self  # type: ignore[type-var]
 
-    @property
+    @functools.cached_property
     def static(self) -> "Mask":
         """The mask without its arrays."""
         return self.bound(*(None for _ in self.shapes))
