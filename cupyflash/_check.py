@@ -17,12 +17,13 @@ import numpy as np
 from rich.table import Table
 
 from . import _accuracy, _jit, _kernels
-from ._attention import attention
+from ._attention import attention, attention_varlen
 from ._bench import environment
 from ._bench.case import Case
 from ._bench.runner import clock, cupy_array, cupy_host
 from ._bench.timing import HostClock
 from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
+from .masks import Mask, PrefixLM, Segments
 
 Features = tuple[str, ...]
 TIMING_S = 0.05  # per case and kernel
@@ -68,7 +69,16 @@ _TABLE: tuple[tuple[str, Case, Features], ...] = (
     ("bias",               Case("fp16", 2,  200,  200, 4, 2,  64,  64, "full"),       ("bias",)),
     ("boolean mask",       Case("bf16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("mask",)),
     ("sink",               Case("bf16", 1,  200,  200, 4, 4,  64,  64, "window:64,0"),   ("sink",)),
+    ("prefix",             Case("bf16", 2,  200,  200, 2, 2,  64,  64, "full"),       ("prefix",)),
+    ("segments",           Case("fp16", 2,  300,  300, 2, 2,  64,  64, "causal"),
+        ("segments",)),
     ("lengths in use",     Case("bf16", 4,  200,  200, 2, 2,  64,  64, "causal"),     ("seqused",)),
+    ("packed",             Case("bf16", 5,  260,  260, 4, 2,  64,  64, "causal",
+                                lengths=(260, 1, 0, 64, 129)),                        ()),
+    ("packed",             Case("fp32", 3,   90,   90, 2, 1,  40,  40, "full",
+                                lengths=(90, 33, 17)),                                ("alibi",)),
+    ("padded packing",     Case("fp16", 3,  150,  150, 2, 2, 128, 128, "window:70,9",
+                                lengths=(150, 100, 50)),                     ("seqused", "sink")),
     ("dropout",            Case("fp16", 2,  200,  200, 2, 2,  64,  64, "causal"),     ("dropout",)),
     ("fp8",                Case("e4m3", 2,  256,  256, 4, 2,  64,  64, "full"),       ()),
     ("fp8",                Case("e5m2", 1,  200,  330, 4, 4, 128, 128, "causal"),     ()),
@@ -76,7 +86,10 @@ _TABLE: tuple[tuple[str, Case, Features], ...] = (
     ("fp8, descaled",      Case("e5m2", 2,  150,  210, 4, 2, 256, 256, "window:99,9"),
         ("descale",)),
     ("all at once",        Case("bf16", 2,  200,  230, 4, 2,  64,  64, "window:150,3"),
-        ("scale", "softcap", "alibi", "bias", "mask", "sink", "seqused", "dropout")),
+        ("scale", "softcap", "alibi", "bias", "mask", "prefix", "sink", "seqused", "dropout")),
+    ("all at once, packed", Case("fp16", 3, 200,  200, 4, 2,  64,  64, "window:150,3",
+                                lengths=(200, 120, 65)),
+        ("scale", "softcap", "alibi", "bias", "mask", "segments", "sink", "seqused", "dropout")),
     ("throughput",         Case("fp32", 1, 1024, 1024, 8, 8,  64,  64, "full"),       ()),
     ("throughput",         Case("bf16", 1, 1024, 1024, 8, 8, 128, 128, "causal"),     ()),
 )
@@ -102,7 +115,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays and options of one case, in layout (batch, length, heads, head_dim)."""
+    """The arrays and options of one case, in layout (batch, length, heads, head_dim) or packed."""
 
     q: np.ndarray
     k: np.ndarray
@@ -119,6 +132,8 @@ class Inputs:
         for feature in features:
             if feature in FEATURES:
                 options |= FEATURES[feature](case, rng)
+        if case.lengths:
+            options |= {"cu_seqlens_q": case.ends, "cu_seqlens_k": case.ends}
         return cls(q, k, v, options, "bhsd" if "bhsd" in features else "bshd")
 
 
@@ -137,8 +152,14 @@ FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
         "attn_mask": rng.random((case.batch, 1, case.len_q, case.len_k)) < 0.7
     },
     "sink": lambda case, rng: {"learnable_sink": rng.standard_normal(case.heads_q, np.float32)},
+    "prefix": lambda case, rng: {
+        "mask": PrefixLM(rng.integers(0, case.len_k + 1, case.batch, dtype=np.int32))
+    },
+    "segments": lambda case, rng: {
+        "mask": Segments(np.sort(rng.integers(0, 4, (case.batch, case.len_k), dtype=np.int32)))
+    },
     "seqused": lambda case, rng: {
-        "seqused_k": rng.integers(0, case.len_k + 1, case.batch, dtype=np.int32)
+        "seqused_k": rng.integers(0, np.array(case.lengths or case.len_k) + 1, case.batch, np.int32)
     },
     "dropout": lambda case, rng: {"dropout_p": 0.2, "rng_state": (2026, 11)},
     "descale": lambda case, rng: {
@@ -236,13 +257,19 @@ def prepare(
         place(np.ascontiguousarray(x.swapaxes(1, 2)) if bhsd else x)
         for x in (inputs.q, inputs.k, inputs.v)
     ]
-    options: dict[str, Any] = {
-        name: place(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.options.items()
-    }
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Mask):
+            return value.bound(*map(place, value.arrays))
+        return place(value) if isinstance(value, np.ndarray) else value
+
+    options: dict[str, Any] = {name: placed(value) for name, value in inputs.options.items()}
+    function = attention_varlen if "cu_seqlens_q" in options else attention
+    if function is attention:
+        options["layout"] = inputs.layout
 
     def call() -> Any:
-        return attention(*arrays, **options, layout=inputs.layout, return_lse=True, kernel=kernel)
+        return function(*arrays, **options, return_lse=True, kernel=kernel)
 
     def host(x: Any) -> np.ndarray:
         x = x if on_host else cupy_host(x)

@@ -11,10 +11,14 @@ from rich.table import Table
 from . import _check, _emulator, _forward_sm90, _kernels, _tuning_sm90
 from ._array import ITEMSIZES
 from ._bench.case import Case
+from ._problem import DESCALES
 from .errors import InvalidArgument
 
 ARCH = 90  # the compute capability that the emulator stands for
 SEED = 0
+# The options that leave tiles as the case alone has them.
+PLAIN = {"causal", "window_size", "alignment", "softmax_scale", *DESCALES}
+UNCOUNTED: dict[str, int | None] = {"tiles_loaded": None, "tiles_skipped": None}
 COLUMNS = {  # what is shown of an `Outcome.moved`
     "tiles_loaded": "tiles loaded",
     "tiles_skipped": "tiles skipped by the mask",
@@ -52,7 +56,9 @@ def measure(case: Case, inputs: _check.Inputs, kernel: str) -> dict[str, Any]:
         fields = _check.judge(inputs, *(host(x) for x in call()))
     stats = session.stats.get(kernel, _emulator.Stats())
     counters = dataclasses.asdict(stats) | {"products": stats.mma + stats.wgmma}
-    return fields | {"moved": tiles(case, kernel, stats) | counters}
+    plain = inputs.options.keys() <= PLAIN
+    counts = tiles(case, kernel, stats) if plain else UNCOUNTED
+    return fields | {"moved": counts | counters}
 
 
 def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | None]:
@@ -77,7 +83,7 @@ def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | No
     asked = sum(kernel != _forward_sm90.NAME or begin < end for begin, end in walks)
     queries = heads * asked * config.block_q * sizes[0]
     if stats.tiles_loaded_bytes < queries:
-        return {"tiles_loaded": None, "tiles_skipped": None}
+        return UNCOUNTED
     loaded = (stats.tiles_loaded_bytes - queries) // (config.block_k * sum(sizes))
     every = heads * len(walks) * -(-problem.len_k // config.block_k)
     return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}

@@ -20,7 +20,8 @@ SMALL = (
     ("full", Case("fp16", 1, 150, 130, 2, 1, 64, 64, "full"), ()),
     ("causal", Case("bf16", 1, 256, 256, 1, 1, 64, 64, "causal"), ("bhsd",)),
     ("odd head dim", Case("fp16", 1, 40, 40, 1, 1, 33, 33, "full"), ()),
-    ("sink", Case("bf16", 1, 40, 40, 2, 2, 16, 16, "full"), ("sink",)),
+    ("double", Case("fp64", 1, 40, 40, 2, 2, 16, 16, "full"), ()),
+    ("packed", Case("bf16", 2, 40, 40, 2, 2, 16, 16, "full", lengths=(40, 9)), ("sink",)),
     ("throughput", Case("bf16", 9, 9999, 9999, 99, 99, 64, 64, "full"), ()),
 )
 KERNEL = "attention_fwd_sm80"
@@ -42,15 +43,18 @@ def test_what_the_kernels_moved_is_counted() -> None:
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert answer["ok"]
-    full, causal, odd, sink = answer["outcomes"]
-    assert [o["status"] for o in answer["outcomes"]] == ["ok", "ok", "ok", "unsupported"]
+    full, causal, odd, double, packed = answer["outcomes"]
+    statuses = [o["status"] for o in answer["outcomes"]]
+    assert statuses == ["ok", "ok", "ok", "unsupported", "ok"]
     # Blocks of 128 queries and 64 keys: two heads with two tiles of queries and three of keys.
     assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (12, 0)
     assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (2 + 4, 2)
     assert causal["moved"]["global_read_bytes"] == (256 + 2 * (128 + 256)) * 64 * 2
     assert full["moved"]["mma"] > causal["moved"]["mma"] > 0
     assert odd["moved"]["tiles_loaded"] is None, "its elements go by plain loads"
-    assert sink["moved"] is None
+    assert double["moved"] is None
+    assert packed["moved"]["tiles_loaded"] is None, "lengths decide them"
+    assert packed["moved"]["mma"] > 0
     assert all(o["us"] is None for o in answer["outcomes"])
 
 
@@ -58,8 +62,8 @@ def test_what_the_kernels_moved_is_counted() -> None:
 def test_what_the_hopper_kernel_moved_is_counted() -> None:
     done = run("--json", kernel="attention_fwd_sm90")
     assert done.exit_code == 0, done.output
-    full, causal, *others = json.loads(done.stdout)["outcomes"]
-    assert [o["status"] for o in others] == ["unsupported"] * 2
+    full, causal, odd, double, _ = json.loads(done.stdout)["outcomes"]
+    assert odd["status"] == double["status"] == "unsupported"
     # Tiles of 192 queries; of 128 keys, and 64 under a mask: a head has one and two of queries.
     assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (2 * 2, 0)
     assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (3 + 4, 1)
@@ -73,7 +77,7 @@ def test_the_table_shows_tiles_bytes_and_products() -> None:
     assert done.exit_code == 0, done.output
     for word in ("tiles loaded", "tiles skipped", "bytes read", "matrix products", "causal"):
         assert word in done.stdout
-    assert f"{KERNEL}: 3 passed, 0 failed, 1 not for this kernel" in done.stdout
+    assert f"{KERNEL}: 4 passed, 0 failed, 1 not for this kernel" in done.stdout
     assert f"{KERNEL}: 18 tiles loaded, 2 tiles skipped by the mask, " in done.stdout
 
 
