@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from machine import Kernel, Machine, Out
-from model import BFLOAT16, E4M3, E5M2, FLOAT16, boundaries, codes, pairs, words
+from model import BFLOAT16, E4M3, E5M2, FLOAT16, boundaries, codes, pairs, same_numbers, words
 
 CONVERT = """
   const unsigned threads = gridDim.x * blockDim.x;
@@ -20,6 +20,14 @@ TO_16_BITS = Kernel(
     ),
     threads=256,
     blocks=4,
+)
+OF_16_BITS = Kernel(
+    "convert",
+    "const u16 *from; float *to; u32 count;",
+    """
+  for (u32 i = threadIdx.x; i < p.count; i += blockDim.x) p.to[i] = ptx::float_of_f16(p.from[i]);
+""",
+    threads=256,
 )
 TO_8_BITS = Kernel(
     "fp8",
@@ -77,6 +85,13 @@ def test_16_bits_are_rounded_to_nearest_even(machine: Machine, dtype: np.dtype) 
         expected = x.astype(dtype).view(np.uint16)
     expected[np.isnan(x)] = 0x7FFF  # the one NaN that cvt makes
     np.testing.assert_array_equal(pair, words(expected)[:, 0])
+
+
+def test_every_code_of_fp16_is_a_number_of_fp32(machine: Machine) -> None:
+    x = codes(FLOAT16)
+    out = Out.empty(x.shape, np.float32)
+    (wide,) = machine.run(OF_16_BITS, x.view(np.uint16), out, np.uint32(x.size))
+    assert same_numbers(wide, x.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=lambda dtype: dtype.name)

@@ -14,7 +14,10 @@ MATH = Kernel(
     p.to[i] = p.function == 0   ? ptx::mul(x, y)
               : p.function == 1 ? ptx::fma(x, y, z)
               : p.function == 2 ? ptx::ex2(x)
-                                : ptx::lg2(x);
+              : p.function == 3 ? ptx::lg2(x)
+              : p.function == 4 ? ptx::rcp(x)
+              : p.function == 5 ? ptx::min_nan(x, y)
+                                : ptx::max_nan(x, y);
   }
 """,
     threads=256,
@@ -113,3 +116,34 @@ def test_lg2_is_within_the_stated_error(machine: Machine, rng: np.random.Generat
     exact = np.log2(x.astype(np.float64))
     bound = np.where((x > 0.5) & (x < 2), ERROR, ERROR * np.abs(exact))
     assert (np.abs(run(machine, 3, x) - exact) <= bound).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rcp_is_within_a_unit_and_exact_for_special_values(
+    machine: Machine, rng: np.random.Generator
+) -> None:
+    x = np.concatenate([numbers(rng, 8192), np.exp2(np.arange(-126.0, 128)), SPECIAL])
+    x = x.astype(np.float32)
+    exact = 1 / flushed(x).astype(np.float64)
+    rounded = flushed(exact.astype(np.float32))
+    got = run(machine, 4, x)
+    special = ~np.isfinite(exact) | (exact == 0)
+    assert same_numbers(got[special], rounded[special])
+    known = ~special & certain(exact)
+    error = np.abs(got.astype(np.float64) - rounded)
+    assert (error[known] <= np.spacing(np.abs(rounded[known]))).all()
+
+
+@pytest.mark.parametrize("greater", [False, True], ids=["min", "max"])
+def test_a_bound_lets_nan_through(
+    machine: Machine, rng: np.random.Generator, greater: bool
+) -> None:
+    """Zeros are ordered too: -0 is less than +0."""
+    x = np.concatenate([numbers(rng, 4096), np.repeat(SPECIAL, len(SPECIAL))])
+    y = np.concatenate([numbers(rng, 4096), np.tile(SPECIAL, len(SPECIAL))])
+    got = run(machine, 5 + greater, x, y)
+    x, y = flushed(x), flushed(y)
+    less = (x < y) | ((x == y) & np.signbit(x))
+    expected = np.where(less ^ greater, x, y)
+    expected[np.isnan(x) | np.isnan(y)] = NAN
+    assert same_numbers(got, expected)

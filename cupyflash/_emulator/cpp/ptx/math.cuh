@@ -18,14 +18,17 @@ DEVICE float lg2(float x, emu::Loc = emu::Loc::here()) { return log2f(emu::flush
 
 DEVICE float rcp(float x, emu::Loc = emu::Loc::here()) { return emu::flushed(1.0f / emu::flushed(x)); }
 
+// -0 is less than +0.
 DEVICE float min_nan(float x, float y, emu::Loc = emu::Loc::here()) {
+  x = emu::flushed(x), y = emu::flushed(y);
   if (__builtin_isnan(x) || __builtin_isnan(y)) return __builtin_nanf("");
-  return __builtin_fminf(emu::flushed(x), emu::flushed(y));
+  return x < y || (x == y && __builtin_signbit(x)) ? x : y;
 }
 
 DEVICE float max_nan(float x, float y, emu::Loc = emu::Loc::here()) {
+  x = emu::flushed(x), y = emu::flushed(y);
   if (__builtin_isnan(x) || __builtin_isnan(y)) return __builtin_nanf("");
-  return __builtin_fmaxf(emu::flushed(x), emu::flushed(y));
+  return x > y || (x == y && !__builtin_signbit(x)) ? x : y;
 }
 
 }  // namespace ptx
