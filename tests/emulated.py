@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, HOPPER, Operand, Result, attend, same_bits, strided
+from harness import GPU_KERNEL, HOPPER, Operand, Result, attend, hosted, same_bits, strided
 
 import cupyflash
 from cupyflash import _accuracy, _emulator
@@ -44,7 +44,7 @@ def run(
     """Return (out, lse) of a kernel of a GPU on the emulator."""
     arrays = (strided(x).host for x in (q, k, v))
     with cupyflash.emulate(seed=seed, arch=arch):
-        out, lse = attend(kernel, *arrays, return_lse=True, **options)
+        out, lse = attend(kernel, *arrays, return_lse=True, **hosted(options))
     return out, lse
 
 
@@ -67,7 +67,8 @@ def check(
         run(q, k, v, kernel=kernel, seed=seed, arch=arch, **options) for seed in seeds
     )
     options.pop("out", None)
-    verdict = _accuracy.verdict(*first, *(strided(x).host for x in (q, k, v)), **options)
+    arrays = (strided(x).host for x in (q, k, v))
+    verdict = _accuracy.verdict(*first, *arrays, **hosted(options))
     assert verdict.ok, verdict.message
     for seed, result in zip(seeds[1:], others, strict=True):
         for name, one, other in zip(("out", "lse"), first, result, strict=True):

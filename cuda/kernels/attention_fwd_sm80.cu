@@ -10,13 +10,12 @@
 #include "masks/mask.cuh"
 #include "ptx/cp_async.cuh"
 #include "scores/score.cuh"
-#include "tile/dropout.cuh"
+#include "tile/drop.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
-#include "tile/sequences.cuh"
+#include "tile/place.cuh"
 #include "tile/sink.cuh"
 #include "tile/softmax.cuh"
-#include "tile/work.cuh"
 
 namespace forward {
 
@@ -62,13 +61,6 @@ constexpr bool SPLIT = T::PLANES > 1;
 constexpr bool COMPENSATED = SPLIT && HEAD_DIM_V <= 128;  // a wider O leaves no registers for it
 constexpr int LANDING_K = PACKETS<THREADS, BLOCK_K, HEAD_DIM>, LANDING_V = PACKETS<THREADS, BLOCK_K, HEAD_DIM_V>;
 
-// A tile of the output: rows [q_begin, q_begin + BLOCK_Q) of a sequence.
-struct Place {
-  int batch, head;
-  int q_begin;
-  Span q, k;
-};
-
 struct Inputs {
   Operand<T, BLOCK_Q, HEAD_DIM> q;
   Operand<T, BLOCK_K, HEAD_DIM> k[STAGES];
@@ -97,47 +89,9 @@ static_assert(ScorePolicy<Score>, "a score is what scores/score.cuh says");
 using Scores = Fragment<WARP_Q, BLOCK_K>;
 using Output = Fragment<WARP_Q, HEAD_DIM_V>;
 
-// Which tile is this block's. Sequences that are packed have more blocks than tiles: some are beyond a sequence's rows.
-template <class Sequences>
-DEVICE Place find(const Params &p, const typename Sequences::Params &sequences) {
-  if constexpr (Sequences::PACKED) {
-    const int total = p.len_q, slots = total / BLOCK_Q + p.batch + 2;
-    const Work work(blockIdx.x, slots, p.heads_q, 1, p.group);
-    // Before and after the sequences there may be rows of none. Each has as many slots as its rows may need, wherever
-    // they begin, so that no lengths are summed.
-    const auto slot = [&](int i) {
-      return static_cast<int>(i == 0 ? 0 : sequences.cu_q.clipped(i - 1, 0, total) / BLOCK_Q) + i;
-    };
-    const int i = last_at_most(work.tile, p.batch + 2, slot, ptx::lane());
-    const int b = i == 0 ? p.batch : i <= p.batch ? i - 1 : i;
-    const Span keys = b < p.batch ? Sequences::keys(sequences, b, p.len_k) : Span{0, 0, 0};
-    return {b, work.head, (work.tile - slot(i)) * BLOCK_Q, Sequences::queries(sequences, b, p.batch, total), keys};
-  } else {
-    const Work work(blockIdx.x, (p.len_q + BLOCK_Q - 1) / BLOCK_Q, p.heads_q, p.batch, p.group);
-    return {work.batch, work.head, work.tile * BLOCK_Q, Sequences::queries(sequences, work.batch, p.batch, p.len_q),
-            Sequences::keys(sequences, work.batch, p.len_k)};
-  }
-}
-
 // The lengths in use; those of the arrays are in Params, where they take no register.
 DEVICE int len_q(const Params &p, const Shared &shared) { return Sequences::VARIES ? shared.place.q.length : p.len_q; }
 DEVICE int len_k(const Params &p, const Shared &shared) { return Sequences::VARIES ? shared.place.k.length : p.len_k; }
-
-// A row of a sequence in an array of such strides.
-DEVICE i64 row_at(const Place &place, const Span &span, i64 row, i64 batch_stride, i64 row_stride) {
-  return (Sequences::PACKED ? 0 : place.batch * batch_stride) + (span.first + row) * row_stride;
-}
-DEVICE Element *o_at(const Params &p, const Place &place) {
-  return p.o + row_at(place, place.q, place.q_begin, p.o_batch, p.o_row) + place.head * p.o_head;
-}
-DEVICE float *lse_at(const Params &p, const Place &place) {
-  const i64 entry = Sequences::PACKED ? 0 : place.batch;
-  return p.lse + (entry * p.heads_q + place.head) * p.len_q + place.q.first + place.q_begin;
-}
-
-DEVICE Dropout dropout_of(const Params &p, const Shared &shared) {
-  return Dropout(p.dropout, shared.place.batch, shared.place.head);
-}
 
 // Scores in the units of the softmax, where the product of Q and K does not give them.
 DEVICE void modify(Scores &s, const Params &p, const Shared &shared, int q, int k, u32 lane) {
@@ -157,41 +111,22 @@ DEVICE void hide(Scores &s, int len_k, const Mask &mask, int q, int k, u32 lane)
   });
 }
 
-// Drops weights in columns [first, first + STEP) of the key block at k.
-template <class Dropout>
-DEVICE void drop(Scores &s, const Dropout &dropout, int q, int k, int first, u32 lane) {
-  if constexpr (Dropout::DROPS) {
-    const bool upper = STEP == 16 && (k + first) % 32 != 0;  // half of the columns of a draw
-#pragma unroll
-    for (int m = 0; m < WARP_Q / 16; ++m)
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        u32 x[4];
-        dropout.draw(q + Scores::row(2 * m, lane), k + first + Scores::column(odd, lane), x);
-#pragma unroll
-        for (int n = 0; n < STEP / 8; ++n)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const bool kept = upper ? dropout.keep(x, half, n % 2 + 2) : dropout.keep(x, half, n);
-            if (!kept) s.x[m][first / 8 + n][2 * half + odd] = 0.0f;
-          }
-      }
-  }
-}
-
-// What dropout multiplies the kept weights by.
-template <class Dropout>
-DEVICE float rescale(const Dropout &dropout) {
-  if constexpr (Dropout::DROPS) return dropout.rescale();
-  return 1.0f;
-}
-
 // Rows of the sequence that are not in use see no key.
 DEVICE void clear(const Place &place, Output &o, float (&lse)[Output::ROWS], int warp, u32 lane) {
   const int used = place.q.length - place.q_begin - warp * WARP_Q;
   o.each([&](float &value, int r, int) { value = Output::row(r, lane) < used ? value : 0.0f; });
 #pragma unroll
   for (int r = 0; r < Output::ROWS; ++r) lse[r] = Output::row(r, lane) < used ? lse[r] : -INFINITE;
+}
+
+// The first row of the tile in O and in LSE.
+DEVICE Element *o_at(const Params &p, const Place &place) {
+  return p.o + start_of<Sequences>(place.q, place.batch, p.o_batch, p.o_row) + place.q_begin * p.o_row +
+         place.head * p.o_head;
+}
+DEVICE float *lse_at(const Params &p, const Place &place) {
+  return p.lse + start_of<Sequences>(place.q, place.batch, static_cast<i64>(p.heads_q) * p.len_q, 1) + place.q_begin +
+         static_cast<i64>(place.head) * p.len_q;
 }
 
 // Writes this warp's rows of O and LSE.
@@ -292,13 +227,14 @@ DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
 
   if (thread == 0) {
     shared.place = place;
-    shared.k = p.k + row_at(place, place.k, 0, p.k_batch, p.k_row) + head_k * p.k_head;
-    shared.v = p.v + row_at(place, place.k, 0, p.v_batch, p.v_row) + head_k * p.v_head;
+    shared.k = p.k + start_of<Sequences>(place.k, place.batch, p.k_batch, p.k_row) + head_k * p.k_head;
+    shared.v = p.v + start_of<Sequences>(place.k, place.batch, p.v_batch, p.v_row) + head_k * p.v_head;
     shared.first_key = first;
     shared.mask = mask;
   }
   ptx::barrier();  // thread 0 has written what the loads and the loop read
-  const Element *q = p.q + row_at(place, place.q, q_begin, p.q_batch, p.q_row) + place.head * p.q_head;
+  const Element *q =
+      p.q + start_of<Sequences>(place.q, place.batch, p.q_batch, p.q_row) + q_begin * p.q_row + place.head * p.q_head;
   load_q(p, shared, q, q_end - q_begin, thread);
   if constexpr (SPLIT) {
     load_k(p, shared, last, first);
@@ -314,7 +250,8 @@ DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
 }
 
 DEVICE void attend(const Params &p, Shared &shared) {
-  const Place place = find<Sequences>(p, p.sequences);
+  const Place place =
+      place_of<Sequences, BLOCK_Q>(blockIdx.x, p.sequences, p.batch, p.len_q, p.len_k, p.heads_q, p.group);
   if (Sequences::VARIES && place.q_begin >= place.q.length) return store_nothing(p, place, threadIdx.x);
   const Walk walk = begin(p, shared, place);
   const auto first = [&] { return SPLIT ? shared.first_key : walk.first; };  // fp32 needs the register more
@@ -376,10 +313,11 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
     if (seen) {
       // P = exp(S - m), STEP keys at a time, and O += P V
+      const Dropout dropout(p.dropout, shared.place.batch, shared.place.head);
       const auto weights = [&](Rows<T, WARP_Q> &rows, int first) {
         if (first % STEP == 0) {
           softmax.weigh(s, first, STEP);
-          drop(s, dropout_of(p, shared), warp_q, key, first, ptx::lane());
+          drop<STEP>(s, dropout, warp_q, key, first, ptx::lane());
         }
         rows.load(s, first);
       };
@@ -388,7 +326,8 @@ DEVICE void attend(const Params &p, Shared &shared) {
   }
 
   float lse[Output::ROWS];
-  softmax.finish(o, lse, Sink(p.sink, shared.place.head), rescale(dropout_of(p, shared)));
+  const Dropout dropout(p.dropout, shared.place.batch, shared.place.head);
+  softmax.finish(o, lse, Sink(p.sink, shared.place.head), rescale(dropout));
   if constexpr (Sequences::VARIES) clear(shared.place, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
   ptx::cp_async_wait_all();
   ptx::barrier();  // the staged output lies over the inputs, which every warp has read now

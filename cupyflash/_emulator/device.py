@@ -98,6 +98,9 @@ class Session:
                 for name, value in operands._asdict().items()
                 if isinstance(value, Array)
             }
+            placed["masks"] = tuple(
+                tuple(memory.read("mask", x) for x in arrays) for arrays in operands.masks
+            )
             sums = 0 if lse is None else memory.written("lse", _array(lse)).pointer
             ready = launch(problem, operands._replace(**placed), sums)
             counter = None
