@@ -68,6 +68,8 @@ class Truth:
         assert isinstance(modified, Dropout)
         seen = expected = 0.0
         for rows in self.edges():
+            if rows.end < rows.len_q:
+                continue  # the first rows see so few keys that their variance is chance
             index, q, k, v = self.sliced(rows)
             mask = self.visible(rows)
             ref, _ = reference.attention(q, k, v, attn_mask=mask)
