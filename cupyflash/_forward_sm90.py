@@ -9,15 +9,15 @@ from ._forward import (
     heads_per_group,
     refuse_dtype,
     refuse_lengths,
-    refuse_modifiers,
     tiles,
 )
-from ._launch import BAND, LOG2_E, MAPS_BYTES, OUTPUTS, Launch
+from ._launch import LOG2_E, MAPS_BYTES, OUTPUTS, Launch
+from ._modifiers import Policies, pack, places, policies
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
 from ._tuning_sm90 import HEAD_DIMS, SHORT, TYPES, ForwardSm90, forward_sm90, head_dim_classes
 
-__all__ = ["DTYPES", "NAME", "PARAMS_BYTES", "config", "launch", "refusal"]
+__all__ = ["DTYPES", "NAME", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm90"
 DTYPES: tuple[str, ...] = tuple(TYPES)
@@ -25,10 +25,11 @@ UNIT = 16  # bytes: of addresses, strides and rows
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
 # What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit inputs
-# are multiplied by, a pointer and two strides each; 7 integers; the scale, in units of log 2; the
-# mask's own, and padding to the alignment of a map.
+# are multiplied by, a pointer and two strides each; 7 integers; the scale. Then come the policies'
+# own, and padding to the alignment of a map.
 REST = struct.Struct("<3qQ2qQ2qQ2q7if")
-PARAMS_BYTES = -(-(MAPS_BYTES + OUTPUTS.size + REST.size + BAND.size) // 64) * 64
+POLICIES_OFFSET = MAPS_BYTES + OUTPUTS.size + REST.size
+ALIGNMENT = 64  # bytes, of a tensor map
 
 ROWS_Q, ROWS_OUT = 64, 16  # of a copy: what a consumer multiplies, what one of its warps stores
 SWIZZLE = 128  # bytes: the span, and a row of a box
@@ -37,9 +38,9 @@ SWIZZLE = 128  # bytes: the span, and a row of a box
 def refusal(problem: Problem) -> str | None:
     """Return why the kernel does not take a problem, as the rest of a sentence, or None."""
     return (
-        refuse_modifiers(problem)
-        or refuse_dtype(problem, DTYPES)
+        refuse_dtype(problem, DTYPES)
         or _refuse_dims(problem)
+        or _refuse_sequences(problem)
         or _refuse_memory(problem)
         or refuse_lengths(problem)
         or _refuse_tiles(problem)
@@ -57,6 +58,12 @@ def _refuse_dims(problem: Problem) -> str | None:
             f"needs head_dim and head_dim_v of one class ({', '.join(map(str, HEAD_DIMS))}), "
             f"64 and 128, or 192 and 128, got {problem.head_dim} and {problem.head_dim_v}"
         )
+    return None
+
+
+def _refuse_sequences(problem: Problem) -> str | None:
+    if ITEMSIZES[problem.dtype] == 1 and policies(problem).sequences != "Dense":
+        return f"needs sequences of one length, all in use, where elements are {problem.dtype}"
     return None
 
 
@@ -82,19 +89,20 @@ def _refuse_tiles(problem: Problem) -> str | None:
     return None
 
 
-def _bounded(problem: Problem) -> bool:
-    return not (problem.band.left is None and problem.band.right is None)
+def _params_bytes(chosen: Policies) -> int:
+    return -(-(POLICIES_OFFSET + chosen.params_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def config(problem: Problem) -> ForwardSm90:
     """Return the configuration that the unit of a problem is rendered from."""
+    chosen = policies(problem)
     return forward_sm90(
         problem.dtype,
         problem.head_dim,
         problem.head_dim_v,
-        mask=problem.band.cuda_type,
-        short=_bounded(problem) and max(problem.len_q, problem.len_k) <= SHORT,
-        params_bytes=PARAMS_BYTES,
+        policies=chosen,
+        short=problem.band.bounded and max(problem.len_q, problem.len_k) <= SHORT,
+        params_bytes=_params_bytes(chosen),
     )
 
 
@@ -112,14 +120,17 @@ def launch(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
         maps=_maps(problem, operands, chosen.block_k),
         persistent=True,
         tickets=True,
+        places=places(problem, operands, POLICIES_OFFSET),
     )
 
 
 def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
     """Return the bytes of Params, with room for the tensor maps; tiles are taken in turn."""
+    chosen = policies(problem)
     if problem.empty:
-        return bytes(PARAMS_BYTES)  # no block reads them
-    group = heads_per_group(problem) if _bounded(problem) else 1  # tiles of one length: no order
+        return bytes(_params_bytes(chosen))  # no block reads them
+    # Tiles of one length need no order.
+    group = heads_per_group(problem) if problem.band.bounded or problem.packed else 1
     params = (
         bytes(MAPS_BYTES)
         + OUTPUTS.pack(operands.out.pointer, lse, 0)
@@ -135,11 +146,11 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
             problem.heads_k,
             problem.head_dim_v,
             group,
-            problem.scale * LOG2_E,
+            problem.scale * (LOG2_E if chosen.score == "Identity" else 1.0),
         )
-        + BAND.pack(*problem.band.operands(problem.len_q, problem.len_k))
+        + pack(problem, operands)
     )
-    return params.ljust(PARAMS_BYTES, b"\0")
+    return params.ljust(_params_bytes(chosen), b"\0")
 
 
 def _descale(x: Array | None) -> tuple[int, int, int]:

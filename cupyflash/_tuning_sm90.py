@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ._array import ITEMSIZES
+from ._modifiers import Policies
 
 __all__ = [
     "EIGHT", "HALF", "HEAD_DIMS", "SHORT", "ForwardSm90", "Tiles", "forward_sm90",
@@ -14,6 +15,8 @@ __all__ = [
 # outside it. Pairs of 16-bit elements that are not in the table have no tiles.
 HEAD_DIMS = (64, 96, 128, 192, 256)
 PANEL = 128  # bytes of a row of a panel in shared memory
+KEPT = 1024  # bytes of shared memory for what modifies the scores of the tiles under way
+DRAWN = 32  # keys that one draw of random bits reaches over
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class ForwardSm90:
 
     t: str
     mask: str
+    score: str
+    dropout: str
+    sink: str
+    sequences: str
     head_dim: int
     head_dim_v: int
     block_k: int
@@ -138,7 +145,7 @@ def forward_sm90(
     head_dim: int,
     head_dim_v: int,
     *,
-    mask: str,
+    policies: Policies,
     short: bool,
     params_bytes: int,
 ) -> ForwardSm90:
@@ -150,8 +157,8 @@ def forward_sm90(
         Element type, of `TYPES`.
     head_dim, head_dim_v : int
         The arrays' own, for which there are classes.
-    mask : str
-        The mask's CUDA type.
+    policies : Policies
+        The CUDA types of what acts on the scores.
     short : bool
         Whether the mask hides keys and no sequence is longer than `SHORT`.
     params_bytes : int
@@ -161,12 +168,19 @@ def forward_sm90(
     assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
     table = EIGHT if ITEMSIZES[dtype] == 1 else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
+    if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
+        tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
+    plain = (policies.score, policies.dropout) == ("Identity", "KeepAll")
     return ForwardSm90(
         t=TYPES[dtype],
-        mask=mask,
+        mask=policies.mask,
+        score=policies.score,
+        dropout=policies.dropout,
+        sink=policies.sink,
+        sequences=policies.sequences,
         head_dim=dims[0],
         head_dim_v=dims[1],
         **dataclasses.asdict(tiles),
         params_bytes=params_bytes,
-        smem_bytes=shared_bytes(dtype, *dims, tiles),
+        smem_bytes=shared_bytes(dtype, *dims, tiles) + (0 if plain else KEPT),
     )

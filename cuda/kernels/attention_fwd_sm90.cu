@@ -5,7 +5,7 @@
 // weighs the scores of one key block, the tensor cores multiply the weights of the block before with V, and its last
 // block's with the first block of its next tile.
 //
-// Reads Config: T, Mask, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES, Q_BUFFERS, TURNS (consumers
+// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES, Q_BUFFERS, TURNS (consumers
 // issue their products in turn), LANDINGS, PARKING, PARAMS_BYTES, SMEM_BYTES.
 #include "ptx/group.cuh"
 #include "ptx/memory.cuh"
@@ -20,7 +20,7 @@ template <int CONSUMERS>
 struct Registers;
 template <>
 struct Registers<2> {
-  static constexpr int PRODUCER = FP8 ? 40 : 24, CONSUMER = FP8 ? 232 : 240;
+  static constexpr int PRODUCER = FP8 || !PLAIN ? 40 : 24, CONSUMER = FP8 || !PLAIN ? 232 : 240;
 };
 template <>
 struct Registers<3> {
@@ -34,17 +34,19 @@ DEVICE void attend(const Params &p, Shared &shared) {
     shared.k_ring.init(4 * CONSUMERS);
     shared.v_ring.init(4 * CONSUMERS, FP8 ? TRANSPOSERS : 1);
     shared.landing.init(TRANSPOSERS);
+    shared.tail.init();
     ptx::fence_mbarrier_init();
   }
   ptx::barrier();  // the barriers are made
   if (group == CONSUMERS) {
     ptx::registers_decrease<Registers<CONSUMERS>::PRODUCER>();
-    const int tiles = tiles_of_head(p) * p.heads_q * p.batch;
     const int warp = ptx::uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
-      if (ptx::elect()) Producer(p, shared).run(tiles);
-    } else {
+      if (ptx::elect()) Producer(p, shared).run();
+    } else if (FP8) {
       transpose_v(shared, warp - 1);
+    } else if (warp == 1) {
+      clear_tails(shared);
     }
   } else {
     ptx::registers_increase<Registers<CONSUMERS>::CONSUMER>();

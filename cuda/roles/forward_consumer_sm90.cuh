@@ -82,31 +82,64 @@ struct Consumer {
     q_owed = NONE;
   }
 
-  DEVICE bool whole(const Mask &mask, int row, int key) const {
-    return key + BLOCK_K <= p.len_k && mask.whole(row, min(row + 64, p.len_q), key, key + BLOCK_K);
+  DEVICE bool whole(const Tile &at, const Mask &mask, int row, int key) const {
+    return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
   }
 
   // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
-  DEVICE void hide(const Mask &mask, int row, int key) {
+  DEVICE void hide(const Tile &at, const Mask &mask, int row, int key) {
     const u32 lane = ptx::lane();
     s.each([&](float &score, int r, int c) {
       const int column = key + s.column(c, lane);
-      if (column >= p.len_k || !mask.keep(row + warp * 16 + s.row(r, lane), column)) score = -INFINITE;
+      if (column >= len_k(p, at) || !mask.keep(row + warp * 16 + s.row(r, lane), column)) score = -INFINITE;
     });
   }
 
-  // Weights are 2^(c (S - m)). A scale that is not positive is applied to the scores themselves, and c is 1.
+  // Weights are 2^(c (S - m)). A scale that is not positive is applied to the scores themselves, and c is 1; one of
+  // scores that are modified is too, and c leads from e to 2.
   DEVICE float factor() const { return FP8 ? scale : p.scale; }
   DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
-  DEVICE float c() const { return apart() ? 1.0f : factor(); }
-  DEVICE void scale_scores() {
-    if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
+  DEVICE float c() const { return !Score::IDENTITY ? LOG2_E : apart() ? 1.0f : factor(); }
+  DEVICE void modify(const Score &modifier, int row, int key) {
+    if constexpr (Score::IDENTITY) {
+      if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
+    } else {
+      const u32 lane = ptx::lane();
+      s.each([&](float &score, int r, int c) {
+        score = modifier.apply(score * factor(), row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
+      });
+    }
+  }
+
+  // Drops weights of the block, each thread's eight at a time.
+  template <class D>
+  DEVICE void drop(const D &dropout, int row, int key) {
+    if constexpr (D::DROPS) {
+      const u32 lane = ptx::lane();
+      const int q = row + warp * 16 + s.row(0, lane);
+#pragma unroll
+      for (int i = 0; i < BLOCK_K / 16; ++i) {
+        const int n = i / 2 * 32, odd = i % 2;
+        u32 bits[4];
+        dropout.draw(q, key + s.column(n + odd, lane), bits);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          float &weight = s.x[(n / 8 + e % 4) * 4 + e / 4 * 2 + odd];
+          weight = dropout.keep(bits, e / 4, e % 4) ? weight : 0.0f;
+        }
+      }
+    }
+  }
+
+  template <class Params>
+  DEVICE static void rescale(const Params &dropout, float (&inverse)[2]) {
+    if constexpr (Dropout::DROPS) inverse[0] *= dropout.rescale, inverse[1] *= dropout.rescale;
   }
 
   // The scores of this block of K once more, for one warp.
-  DEVICE void rescore(u32 slot) {
+  DEVICE void rescore(const Score &modifier, int row, u32 slot, int key) {
     ::rescore<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile(), warp, ptx::lane());
-    scale_scores();
+    modify(modifier, row, key);
   }
 
   // Issue S = Q K^T of the next block of K, and O += P V of the next block of V.
@@ -143,8 +176,8 @@ struct Consumer {
 
   // Between two tiles: the last product of the one before, whose O is stored, and the first key block of the next,
   // which runs from `row` of Q and begins at `key`; or one of the two alone.
-  DEVICE void change(bool ends, const Tile &before, u32 slot_before, bool begins, const Tile &here, const Mask &mask,
-                     int row, u32 slot, int key, bool only) {
+  DEVICE void change(bool ends, const Tile &before, u32 slot_before, bool begins, const Tile &here,
+                     const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
     if (ends && begins) {
       issue_both(slot);
       ptx::wgmma_wait<1>();
@@ -159,15 +192,17 @@ struct Consumer {
       ptx::wgmma_commit();
     }
     float inverse[2], lse[2];
-    softmax.finish(c(), inverse, lse);
+    softmax.finish(c(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
+    rescale(p.dropout, inverse);
     softmax.reset();
     if (begins) {
       release_k();
       if (!STAGED && only) release_q(slot);
       if constexpr (FP8) scale = here.scale;
-      scale_scores();
-      if (!whole(mask, row, key)) hide(mask, row, key);
+      modify(modifiers.score, row, key);
+      if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       softmax.meet(s, c());
+      drop(modifiers.dropout, row, key);
     }
     ptx::wgmma_wait<0>();
     weights.pack(s);
@@ -183,17 +218,18 @@ struct Consumer {
 
   // Another key block, while the weights of the one before are multiplied.
   template <bool MASKED>
-  DEVICE void step(const Mask &mask, int row, u32 slot, int key, bool final) {
+  DEVICE void step(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool final) {
     issue_both(slot);
     ptx::wgmma_wait<1>();
-    scale_scores();
+    modify(modifiers.score, row, key);
     if constexpr (MASKED || FP8) {  // 8-bit weights have no room for a guess
-      if constexpr (MASKED) hide(mask, row, key);
+      if constexpr (MASKED) hide(here, modifiers.mask, row, key);
       softmax.meet(s, c());
     } else if (!softmax.settled || !softmax.guess(s, c())) {
-      if (softmax.settled) rescore(slot);
+      if (softmax.settled) rescore(modifiers.score, row, slot, key);
       softmax.meet(s, c());
     }
+    drop(modifiers.dropout, row, key);
     release_k();
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();
@@ -208,7 +244,13 @@ struct Consumer {
     const int row = at.row + group * 64 + warp * 16;
     const float scale_v = FP8 ? at.scale_v : 1.0f;
     o.each([&](float &value, int r, int) { value = value * inverse[r] * scale_v; });
-    if constexpr (STAGED) {
+    if constexpr (VARIES) {
+      o.each([&](float &value, int r, int) {
+        if (row + o.row(r, lane) >= len_q(p, at)) value = 0.0f;  // whatever Q holds there
+      });
+    }
+    if constexpr (STAGED) q_owed = slot;
+    if (STAGED && (!PACKED || row + 16 <= extent(p, at))) {
       using Staged = Panels<Element, 64, HEAD_DIM_V>;
       const u32 tile = q_tile(slot);
       stage<Output, Staged>(o, tile, warp, lane);
@@ -217,41 +259,54 @@ struct Consumer {
       if (lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < Staged::COUNT; ++panel)
-          ptx::tma_store_4d(p.o, tile + panel * Staged::PANEL + warp * 16 * 128, panel * Staged::WIDTH, row, at.head,
-                            at.batch);
+          ptx::tma_store_4d(p.o, tile + panel * Staged::PANEL + warp * 16 * 128, panel * Staged::WIDTH,
+                            first_q(p, at) + row, at.head, batch_of(at));
         ptx::bulk_commit();
       }
-      q_owed = slot;
     } else {
-      Output::Storage *rows = p.out + at.batch * p.o_batch + at.head * p.o_head + row * p.o_row;
-      store_rows<Output>(o, rows, p.o_row, p.len_q - row, p.head_dim_v, lane);
+      store_rows<Output>(o, out_row(at, row), p.o_row, extent(p, at) - row, p.head_dim_v, lane);
     }
     if (p.lse && lane % 4 == 0) {
-      float *rows = p.lse + (static_cast<i64>(at.batch) * p.heads_q + at.head) * p.len_q;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int q = row + o.row(r, lane);
-        if (q < p.len_q) rows[q] = lse[r];
-      }
+      for (int r = 0; r < 2; ++r) store_lse(at, row + o.row(r, lane), lse[r]);
     }
   }
 
-  // A tile of which this group sees no key: zeros, and -inf.
+  // Where a row of the output goes, and its LSE; rows beyond the length in use have no keys and no sink.
+  DEVICE Output::Storage *out_row(const Tile &at, int row) const {
+    return p.out + batch_of(at) * p.o_batch + at.head * p.o_head + (first_q(p, at) + row) * p.o_row;
+  }
+  DEVICE void store_lse(const Tile &at, int row, float lse) const {
+    if (row >= extent(p, at)) return;
+    float *rows = p.lse + (static_cast<i64>(batch_of(at)) * p.heads_q + at.head) * p.len_q + first_q(p, at);
+    rows[row] = !VARIES || row < len_q(p, at) ? lse : -INFINITE;
+  }
+
+  // A tile of which this group sees no key: zeros, and the sink or -inf.
   DEVICE void see_nothing(const Tile &at, u32 slot, int blocks) {
-    const int begin = at.row + group * 64 + warp * 16, end = min(begin + 16, p.len_q);
+    const int begin = at.row + group * 64 + warp * 16, end = min(begin + 16, extent(p, at));
+    const Sink sink(p.sink, at.head);
     const u32 lane = ptx::lane();
     release_q(slot);
 #pragma unroll 1
     for (int row = begin; row < end; ++row) {
-      const i64 first = at.batch * p.o_batch + at.head * p.o_head + row * p.o_row;
       const int column = 8 * static_cast<int>(lane);
-      if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(p.out + first + column) = {};
-      if (p.lse && lane == 0) p.lse[(static_cast<i64>(at.batch) * p.heads_q + at.head) * p.len_q + row] = -INFINITE;
+      if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(out_row(at, row) + column) = {};
+      if (p.lse && lane == 0) store_lse(at, row, sink.logit);
     }
     for (; blocks > 0; --blocks) {
       pass_k(1);
       v_owed = 1;
       pass_v();
+    }
+  }
+
+  template <class S>
+  DEVICE decltype(auto) modifiers_of(S &shared, const Tile &tile, u32 number) const {
+    if constexpr (PLAIN) {
+      return Modifiers(p, tile);
+    } else {
+      return (shared.kept.modifiers[number % TILES]);
     }
   }
 
@@ -267,16 +322,18 @@ struct Consumer {
       const Tile &before = shared.tile[(number + TILES - 1) % TILES], &here = shared.tile[number % TILES];
       const int row = ptx::uniform(here.row) + group * 64;
       const bool none = here.row == NONE;
-      const Mask mask(p.mask, here.batch, here.head, p.len_q, p.len_k);
-      int last, first;
-      walk_of(p, mask, row, 64, last, first);
-      const bool nothing = none || last < first;
+      const auto &modifiers = modifiers_of(shared, here, number);
+      const Mask &mask = modifiers.mask;
+      int last = -1, first = 0;
+      if (here.last >= here.first) walk_of(p, here, mask, row, 64, last, first);
+      const bool nothing = last < first;
       const int late = (here.last - last) / BLOCK_K;  // blocks that only groups below see
       for (bool begun = false; !begun;) {
         // The V that ends must not be in the way of a K that is passed over.
         const bool begins = !nothing && !(pending && v_owed + late > V_STAGES);
         if (begins) pass_k(late), v_owed += late;
-        if (pending || begins) change(pending, before, slot_before, begins, here, mask, row, slot, last, last == first);
+        if (pending || begins)
+          change(pending, before, slot_before, begins, here, modifiers, row, slot, last, last == first);
         pending = false;
         begun = begins || nothing;
       }
@@ -288,9 +345,11 @@ struct Consumer {
       }
       int key = last - BLOCK_K;
       while (key >= first) {
-        for (; key >= first && !whole(mask, row, key); key -= BLOCK_K) step<true>(mask, row, slot, key, key == first);
+        for (; key >= first && !whole(here, mask, row, key); key -= BLOCK_K)
+          step<true>(here, modifiers, row, slot, key, key == first);
         settle_q();
-        for (; key >= first && whole(mask, row, key); key -= BLOCK_K) step<false>(mask, row, slot, key, key == first);
+        for (; key >= first && whole(here, mask, row, key); key -= BLOCK_K)
+          step<false>(here, modifiers, row, slot, key, key == first);
       }
       v_owed = (first - here.first) / BLOCK_K;  // blocks that only groups above see
       pass_k(v_owed);

@@ -1,10 +1,16 @@
-// The producer warpgroup of attention_fwd_sm90: one thread loads, and for 8-bit elements three warps transpose V.
+// The producer warpgroup of attention_fwd_sm90: one thread loads; for 8-bit elements three warps transpose V, and where
+// sequences vary one warp clears what V holds beyond them.
 #pragma once
 #include "ptx/atomic.cuh"
 #include "roles/forward_sm90.cuh"
 #include "tile/work.cuh"
 
 namespace forward {
+
+// A key block: its first row in K and V, and how many rows from there are the sequence's.
+struct Block {
+  int row, head, batch, rows;
+};
 
 // The producer: for each tile Q, then K and V of its blocks, V one block behind K as the consumers take them.
 struct Producer {
@@ -13,14 +19,25 @@ struct Producer {
   Cursor<Q_BUFFERS> q;
   Cursor<K_STAGES> k;
   Cursor<FP8 ? LANDINGS : V_STAGES> v;
+  Cursor<1> tail;
   u32 announced = 0;
+  int sequence = -1, tiles_begin = 0, tiles_end = 0;  // the packed sequence of the last tile, and its tiles
+  Span span;
 
   DEVICE Producer(const Params &p, Shared &shared) : p(p), shared(shared) {}
+
+  template <class S>
+  DEVICE void keep(S &shared, const Tile &tile) {
+    if constexpr (!PLAIN) {
+      if (tile.last >= tile.first) shared.kept.modifiers[announced % TILES] = Modifiers(p, tile);
+    }
+  }
 
   // Tells the consumers which tile comes next, and starts its Q if it has keys.
   DEVICE void announce(const Tile &tile) {
 #pragma unroll
     for (int i = 0; i < CONSUMERS; ++i) q.wait_empty(shared.q_ring[i]);
+    keep(shared, tile);
     shared.tile[announced++ % TILES] = tile;
 #pragma unroll
     for (int i = 0; i < CONSUMERS; ++i) {
@@ -28,7 +45,7 @@ struct Producer {
       if (tile.last >= tile.first) {
         ptx::mbarrier_arrive_expect_tx(full, Queries::BYTES);
         Queries::load(ptx::smem_address(shared.q[0][i].data) + q.slot * (CONSUMERS * Queries::BYTES), p.q, full,
-                      tile.row + 64 * i, tile.head, tile.batch);
+                      first_q(p, tile) + tile.row + 64 * i, tile.head, batch_of(tile));
       } else {
         ptx::mbarrier_arrive(full);
       }
@@ -36,39 +53,57 @@ struct Producer {
     q.advance();
   }
 
-  DEVICE void load_k(int key, int head, int batch) {
+  DEVICE void load_k(const Block &block) {
     k.wait_empty(shared.k_ring);
     const u32 full = k.full(shared.k_ring);
     ptx::mbarrier_arrive_expect_tx(full, Keys::BYTES);
-    Keys::load(ptx::smem_address(shared.k[0].data) + k.slot * Keys::BYTES, p.k, full, key, head, batch);
+    Keys::load(ptx::smem_address(shared.k[0].data) + k.slot * Keys::BYTES, p.k, full, block.row, block.head,
+               block.batch);
     k.advance();
   }
 
-  // V of 8-bit elements lands elsewhere first.
+  // V of 8-bit elements lands elsewhere first; V with rows beyond its sequence is full when they are cleared.
   template <class S>
-  DEVICE void load_v(S &shared, int key, int head, int batch) {
+  DEVICE void load_v(S &shared, const Block &block) {
     if constexpr (FP8) {
-      load_v(shared.landing.ring, shared.landing.v[0], key, head, batch);
+      load_v(shared.landing.ring, shared.landing.v[0], block, v.full(shared.landing.ring));
+    } else if constexpr (VARIES) {
+      if (block.rows < BLOCK_K) {
+        load_v(shared.v_ring, shared.v[0], block, announce_tail(shared, v.slot, block.rows));
+      } else {
+        load_v(shared.v_ring, shared.v[0], block, v.full(shared.v_ring));
+      }
     } else {
-      load_v(shared.v_ring, shared.v[0], key, head, batch);
+      load_v(shared.v_ring, shared.v[0], block, v.full(shared.v_ring));
     }
   }
   template <class Ring, class To>
-  DEVICE void load_v(const Ring &ring, To &first, int key, int head, int batch) {
+  DEVICE void load_v(const Ring &ring, To &first, const Block &block, u32 full) {
     v.wait_empty(ring);
-    const u32 full = v.full(ring);
     ptx::mbarrier_arrive_expect_tx(full, To::BYTES);
-    To::load(ptx::smem_address(first.data) + v.slot * To::BYTES, p.v, full, key, head, batch);
+    To::load(ptx::smem_address(first.data) + v.slot * To::BYTES, p.v, full, block.row, block.head, block.batch);
     v.advance();
   }
 
-  // Tells the transposers that no V comes any more.
+  // Tells which slot of V is to be cleared beyond some rows; returns the barrier that its bytes count towards.
+  template <class S>
+  DEVICE u32 announce_tail(S &shared, int slot, int rows) {
+    tail.wait_empty(shared.tail.ring);
+    const u32 full = tail.full(shared.tail.ring);
+    shared.tail.slot = slot, shared.tail.rows = rows;
+    tail.advance();
+    return full;
+  }
+
+  // Tells the warps that work on V that none comes any more.
   template <class S>
   DEVICE void end_v(S &shared) {
     if constexpr (FP8) {
       v.wait_empty(shared.landing.ring);
       shared.landing.last[v.slot] = true;
       ptx::mbarrier_arrive(v.full(shared.landing.ring));
+    } else if constexpr (VARIES) {
+      ptx::mbarrier_arrive(announce_tail(shared, NONE, 0));
     }
   }
 
@@ -87,37 +122,86 @@ struct Producer {
     }
   }
 
-  DEVICE void run(int tiles) {
-    int late = NONE, late_head = 0, late_batch = 0;  // the V that follows the next K
+  // Finds the tile of a number, of those that only grow; false after the last. Tiles of packed sequences are numbered
+  // sequence after sequence, the rows before and after all of them at the end.
+  template <class Tile>
+  DEVICE bool find(int number, Tile &tile) {
+    if constexpr (PACKED) {
+      while (number >= tiles_end) {
+        if (++sequence > p.batch + 1) return false;
+        span = Sequences::queries(p.sequences, sequence, p.batch, p.len_q);
+        tiles_begin = tiles_end;
+        tiles_end += tiles_of(span.extent) * p.heads_q;
+      }
+      const Work work(number - tiles_begin, tiles_of(span.extent), p.heads_q, 1, p.group);
+      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = min(sequence, p.batch - 1);
+      tile.q = span;
+      tile.k = sequence < p.batch ? Sequences::keys(p.sequences, sequence, p.len_k) : Span{};
+    } else {
+      const int tiles = tiles_of(p.len_q);
+      if (number >= tiles * p.heads_q * p.batch) return false;
+      const Work work(number, tiles, p.heads_q, p.batch, p.group);
+      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = work.batch;
+      if constexpr (VARIES) {
+        tile.q = Sequences::queries(p.sequences, work.batch, p.batch, p.len_q);
+        tile.k = Sequences::keys(p.sequences, work.batch, p.len_k);
+      }
+    }
+    return true;
+  }
+
+  DEVICE void run() {
+    Block late = {NONE};  // the V that follows the next K
     const auto catch_up = [&] {
-      if (late != NONE) load_v(shared, late, late_head, late_batch);
-      late = NONE;
+      if (late.row != NONE) load_v(shared, late);
+      late.row = NONE;
     };
-    for (int number = blockIdx.x; number < tiles;) {
-      const int next = p.tickets ? gridDim.x + ptx::atomic_add(p.tickets, 1) : number + gridDim.x;
-      const Work work(number, tiles_of_head(p), p.heads_q, p.batch, p.group);
-      const Mask mask(p.mask, work.batch, work.head, p.len_q, p.len_k);
-      const int head = work.head / (p.heads_q / p.heads_k);
-      Tile tile = {work.tile * BLOCK_Q, work.head, work.batch};
+    Tile tile;
+    for (int number = blockIdx.x, next; find(number, tile); number = next) {
+      next = p.tickets ? gridDim.x + ptx::atomic_add(p.tickets, 1) : number + gridDim.x;
+      const int head = tile.head / (p.heads_q / p.heads_k);
       describe(tile, head);
-      walk_of(p, mask, tile.row, BLOCK_Q, tile.last, tile.first);
+      walk_of(p, tile, Modifiers(p, tile).mask, tile.row, BLOCK_Q, tile.last, tile.first);
       const bool empty = tile.last < tile.first;
       if (Q_BUFFERS > 1 || empty) announce(tile);
       if (empty) catch_up();
       for (int key = tile.last; key >= tile.first; key -= BLOCK_K) {
-        load_k(key, head, tile.batch);
+        const Block block = {first_k(p, tile) + key, head, batch_of(tile), len_k(p, tile) - key};
+        load_k(block);
         catch_up();
         if (Q_BUFFERS == 1 && key == tile.last) announce(tile);  // its Q waits longest for its room
-        late = key, late_head = head, late_batch = tile.batch;
+        late = block;
       }
-      number = next;
     }
-    announce({NONE, 0, 0, -1, 0});
+    tile = {};
+    tile.row = NONE, tile.last = -1;
+    announce(tile);
     catch_up();
     end_v(shared);
     if (p.tickets && ptx::atomic_inc(p.tickets + 1, gridDim.x - 1) == gridDim.x - 1) p.tickets[0] = 0;
   }
 };
+
+// A warp that clears the rows of V beyond their sequence, so that no weight of 0 meets what lies there.
+template <class S>
+DEVICE void clear_tails(S &shared) {
+  if constexpr (VARIES) {
+    Cursor<1> tail;
+    for (;;) {
+      tail.wait_full(shared.tail.ring);
+      const int slot = shared.tail.slot, rows = shared.tail.rows;
+      if (slot == NONE) return;
+      clear_rows(shared.v[slot], rows, ptx::lane());
+      ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy
+      ptx::warp_barrier();
+      if (ptx::lane() == 0) {
+        ptx::mbarrier_arrive(ptx::smem_address(&shared.v_ring.full[slot]));
+        ptx::mbarrier_arrive(tail.empty(shared.tail.ring));
+      }
+      tail.advance();
+    }
+  }
+}
 
 // A warp that transposes V of 8-bit elements on its way to the consumers.
 template <class S>

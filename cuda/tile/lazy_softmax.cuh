@@ -24,7 +24,6 @@ constexpr float OFFSET = sizeof(typename T::Storage) == 1 ? 8.0f : 0.0f;
 
 template <class T>
 struct LazySoftmax {
-  static constexpr float LN_2 = 0.693147181f;
   static constexpr float FUSED_LIMIT = 1024.0f;  // a larger reference loses bits of 1 in one fused multiply-add
 
   float m[2], l[2];  // m: the reference as a score; l: this lane's share of the sum
@@ -81,14 +80,17 @@ struct LazySoftmax {
     return true;
   }
 
-  // 1 / l, 0 for a row without keys, and the natural-log LSE, -inf for it.
-  DEVICE void finish(float c, float (&inverse)[2], float (&lse)[2]) {
+  // What O is to be multiplied by, 1 / l, or 0 for a row without keys, and the natural-log LSE, -inf for it. A sink
+  // joins l and the LSE.
+  template <class Sink>
+  DEVICE void finish(float c, const Sink &sink, float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       l[r] += ptx::shfl_xor(l[r], 1);
       l[r] += ptx::shfl_xor(l[r], 2);
       inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
-      lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * (c * LN_2) + LN_2 * (ptx::lg2(l[r]) - OFFSET<T>);
+      lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * LN_2 * c + LN_2 * (ptx::lg2(l[r]) - OFFSET<T>);
+      if constexpr (Sink::PRESENT) sink.join(inverse[r], lse[r]);
     }
   }
 
