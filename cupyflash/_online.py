@@ -123,7 +123,10 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
     rows = (*heads, slice(i.start, i.stop))
     state = _start(call, item, rows)
     uses = math.prod(state.q.shape[2:4])  # rows that share a row of k
-    begin, end = _keys(call, heads[0], i)
+    blocks = [range(row, min(row + BLOCK_Q, i.stop)) for row in range(i.start, i.stop, BLOCK_Q)]
+    tiles = [(block, seen) for block in blocks if (seen := _keys(call, heads[0], block))]
+    begin = min((seen.start for _, seen in tiles), default=0)
+    end = max((seen.stop for _, seen in tiles), default=0)
     for first in range(begin, end, BLOCK_K):
         last = min(first + BLOCK_K, end)
         keys = heads[0], heads[1], slice(None), slice(first, last)
@@ -132,10 +135,8 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
         k_t = k.swapaxes(-1, -2)
         if uses >= AMORTIZED and last - first > FEW_KEYS:
             k_t = _transpose(k)
-        for row in range(i.start, i.stop, BLOCK_Q):
-            i_tile = range(row, min(row + BLOCK_Q, i.stop))
-            seen = _keys(call, heads[0], i_tile)
-            j = range(max(seen[0], first), min(seen[1], last))
+        for i_tile, seen in tiles:
+            j = range(max(seen.start, first), min(seen.stop, last))
             if j:
                 _update(
                     call,
@@ -154,7 +155,7 @@ def attend(call: Call, item: Item, scratch: Scratch) -> None:
         call.lse[rows] = (state.row_max + np.log(state.row_sum))[..., 0]
 
 
-def _keys(call: Call, sequences: slice, i: range) -> tuple[int, int]:
+def _keys(call: Call, sequences: slice, i: range) -> range:
     """Return the range of keys that some of the queries see, in one of the sequences at least."""
     begin, end = call.band.keys(i.start, i.stop, *call.lengths)
     for mask in call.masks:
@@ -164,7 +165,7 @@ def _keys(call: Call, sequences: slice, i: range) -> tuple[int, int]:
         ]
         begin = max(begin, min(span[0] for span in spans))
         end = min(end, max(span[1] for span in spans))
-    return begin, max(begin, end)
+    return range(begin, end)
 
 
 def _start(call: Call, item: Item, rows: tuple[slice, ...]) -> State:

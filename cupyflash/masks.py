@@ -335,6 +335,22 @@ class Segments(Mask):
         """The type in the translation unit."""
         return "Segments"
 
+    def keys(self, q_begin: int, q_end: int, len_q: int, len_k: int, b: int = 0) -> tuple[int, int]:
+        """Return the smallest range of keys with all that some query of [q_begin, q_end) sees."""
+        ids = _row(self.q, b, np.arange(q_begin, q_end))
+        seen = np.flatnonzero(np.isin(_row(self.k, b, np.arange(len_k)), ids))
+        return (int(seen[0]), int(seen[-1]) + 1) if seen.size else (0, 0)
+
+    def whole(
+        self, q_begin: int, q_end: int, k_begin: int, k_end: int, len_q: int, len_k: int, b: int = 0
+    ) -> bool:
+        """Return whether every query of [q_begin, q_end) sees every key of [k_begin, k_end)."""
+        queries, keys = np.arange(q_begin, q_end)[:, None], np.arange(k_begin, k_end)
+        first = self.keep(queries[:1], keys, len_q, len_k, b)
+        return k_end <= len_k and bool(
+            first.all() and self.keep(queries, keys[:1], len_q, len_k, b).all()
+        )
+
     def keep(self, i: np.ndarray, j: np.ndarray, len_q: int, len_k: int, b: int = 0) -> np.ndarray:
         """Return whether queries i see keys j, positions that broadcast against each other."""
         same: np.ndarray = _row(self.q, b, i) == _row(self.k, b, j)

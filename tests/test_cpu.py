@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from cupyflash import _blas, _cpu, _online
 from cupyflash._accuracy import assert_accurate
-from cupyflash.masks import Band
+from cupyflash.masks import All, Band, Mask, PrefixLM, Segments
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype("float16"), bfloat16, np.dtype("float32"), np.dtype("float64"))
@@ -64,6 +64,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Resul
     for name in ("attn_bias", "attn_mask"):
         if call.get(name) is not None:
             call[name] = np.broadcast_to(call[name], (batch, heads, len_q, len_k))
+    if "mask" in call:
+        call["masks"] = call.pop("mask").parts
     _cpu.attention(q, k, v, out, lse, **call)
     return out, lse
 
@@ -98,6 +100,11 @@ def inputs(
     )
 
 
+def segments(rng: np.random.Generator, *shape: int, kinds: int = 4) -> np.ndarray:
+    """Draw documents side by side."""
+    return np.sort(rng.integers(0, kinds, shape), axis=-1)
+
+
 def bias(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     """Draw a bias, a fifth of it -inf."""
     values = rng.standard_normal(shape)
@@ -130,6 +137,17 @@ MODIFIERS: dict[str, Any] = {
     "seqused": lambda r: {"seqused_q": np.int64([30, 0]), "seqused_k": np.int32([17, 40])},
     "no keys": lambda r: {"seqused_k": np.uint8([0, 53]), "causal": True},
     "long seqused": lambda r: {"seqused_q": np.int64([99, -3]), "seqused_k": np.int64([-1, 99])},
+    "prefix": lambda r: {"mask": PrefixLM(np.array([40, 3]))},
+    "prefix and window": lambda r: {"mask": PrefixLM(20, "top_left"), "window_size": (30, -1)},
+    "segments": lambda r: {"mask": Segments(segments(r, 2, 37), segments(r, 1, 53))},
+    "scattered segments": lambda r: {
+        "mask": Segments(r.integers(0, 3, (2, 37)), r.integers(0, 3, (2, 53))),
+        "seqused_k": np.int32([53, 20]),
+    },
+    "policies": lambda r: {
+        "mask": PrefixLM(np.array([30, 53])) & Segments(segments(r, 37), segments(r, 53)),
+        "attn_mask": r.random((4, 37, 53)) < 0.8,
+    },
     "sink": lambda r: {"learnable_sink": np.float32([0.5, -np.inf, 40, -3])},
     "sink and window": lambda r: {"learnable_sink": normal(r, 4), "window_size": (3, 0)},
     "dropout": lambda r: {"dropout_p": 0.3, "rng_state": (17, 4)},
@@ -183,6 +201,24 @@ def test_modifier_in_threads(modifier: str, rng: np.random.Generator) -> None:
         assert x.tobytes() == y.tobytes(), "a repeated call gave other bits"
 
 
+def policies(
+    rng: np.random.Generator, batch: int, len_q: int, len_k: int
+) -> st.SearchStrategy[Mask]:
+    """Draw a mask."""
+    prefixes = st.lists(st.integers(-1, len_k + 1), min_size=batch, max_size=batch).map(np.array)
+    entries = st.sampled_from([1, batch])
+    kinds = st.integers(1, 6)
+    return st.one_of(
+        st.builds(PrefixLM, prefixes, st.sampled_from(["bottom_right", "top_left"])),
+        st.builds(
+            lambda n, m, few: Segments(
+                segments(rng, n, len_q, kinds=few), segments(rng, m, len_k, kinds=few)
+            ),
+            *(entries, entries, kinds),
+        ),
+    )
+
+
 @st.composite
 def problems(draw: Any) -> tuple[list[Strided], dict[str, Any]]:
     """Draw a problem with any set of modifiers, in memory of any layout.
@@ -219,6 +255,7 @@ def problems(draw: Any) -> tuple[list[Strided], dict[str, Any]]:
         "alibi_slopes": lambda: normal(rng, *draw(st.sampled_from([(heads,), (batch, heads)]))),
         "attn_bias": lambda: bias(rng, *shape[draw(st.integers(0, 3)) :]),
         "attn_mask": lambda: rng.random(shape) < draw(st.sampled_from([0.1, 0.9])),
+        "mask": lambda: All(*draw(st.lists(policies(rng, batch, len_q, len_k), max_size=2))),
         "seqused_q": lambda: np.array(draw(per_batch), np.int32),
         "seqused_k": lambda: np.array(draw(per_batch), np.int64),
         "learnable_sink": lambda: normal(rng, heads),
@@ -455,6 +492,31 @@ def test_tiles_of_the_real_size(option: str, rng: np.random.Generator) -> None:
         },
     }[option]
     check(*inputs(rng, 600, 2300, batch=1, heads=2, heads_k=1, dim=64, dim_v=64), **options)
+
+
+@pytest.mark.parametrize("option", ["prefix", "segments", "both"])
+def test_tiles_that_masks_hide_are_skipped(
+    option: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_online, "BLOCK_Q", 16)
+    monkeypatch.setattr(_online, "BLOCK_K", 16)
+    ids = np.repeat(np.arange(4), 16)
+    mask, tiles = {
+        "prefix": (PrefixLM(np.array([32, 0])), (2 + 2 + 3 + 4) + (1 + 2 + 3 + 4)),
+        "segments": (Segments(ids), 2 * 4),
+        "both": (Segments(ids, ids[::-1]) & PrefixLM(0), 2 * 2),
+    }[option]
+    given: list[Any] = []
+    update = _online._update
+    monkeypatch.setattr(
+        _online,
+        "_update",
+        lambda call, tile, *rest: (given.append(tile), update(call, tile, *rest)),
+    )
+    operands = inputs(rng, 64, 64, heads=1, heads_k=1)
+    monkeypatch.setattr(_cpu, "SHORT", 64)
+    check(*operands, mask=mask)
+    assert sum((tile.heads[0].stop - tile.heads[0].start) for tile in given) == tiles
 
 
 # Memory, warnings, threads.

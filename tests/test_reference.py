@@ -8,6 +8,7 @@ import pytest
 
 from cupyflash import _packed, _philox, reference
 from cupyflash.errors import InvalidArgument, InvalidType
+from cupyflash.masks import Band, PrefixLM, Segments
 
 INF, NAN = math.inf, math.nan
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}  # two computations of one formula, both in fp64
@@ -106,6 +107,56 @@ def test_one_modifier_alone(name: str) -> None:
         expected = by_scalars(q[0, :, h], k[0, :, h], v[0, :, h], **option)
         same(out[0, :, h], expected[0])
         same(lse[0, h], expected[1])
+
+
+IDS = np.array([[0, 0, 1, 2], [5, 5, 5, 6]]), np.array([[0, 1, 1, 1, 2, 2], [5, 9, 9, 6, 5, 6]])
+# Each mask, and whether query i of batch entry b sees key j of 6, with 4 queries.
+POLICIES = {
+    "prefix": (PrefixLM(2), lambda b, i, j: j < 2 or j <= i + 2),
+    "prefixes": (PrefixLM(np.array([0, 5])), lambda b, i, j: j < (0, 5)[b] or j <= i + 2),
+    "top_left": (PrefixLM(1, "top_left"), lambda b, i, j: j < 1 or j <= i),
+    "segments": (Segments(*IDS), lambda b, i, j: IDS[0][b, i] == IDS[1][b, j]),
+    "one row of segments": (
+        Segments(IDS[0][:1], IDS[1][0]),
+        lambda b, i, j: IDS[0][0, i] == IDS[1][0, j],
+    ),
+    "band": (Band(1, 0), lambda b, i, j: i + 1 <= j <= i + 2),
+    "both": (
+        PrefixLM(3) & Segments(*IDS) & Band(left=1),
+        lambda b, i, j: (j < 3 or j <= i + 2) and IDS[0][b, i] == IDS[1][b, j] and i + 1 <= j,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"window_size": (4, 1)}], ids=str)
+def test_mask_policies(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, sees = POLICIES[name]
+    q, k, v = normal(1, 2, 4, 2, 3), normal(2, 2, 6, 2, 3), normal(3, 2, 6, 2, 2)
+    out, lse = reference.attention(q, k, v, mask=mask, **options)
+    grads = reference.attention_backward(out, q, k, v, mask=mask, **options)
+    dense = np.array([[[sees(b, i, j) for j in range(6)] for i in range(4)] for b in range(2)])
+    for b, h in np.ndindex(2, 2):
+        expected = by_scalars(q[b, :, h], k[b, :, h], v[b, :, h], mask=dense[b], **options)
+        same(out[b, :, h], expected[0])
+        same(lse[b, h], expected[1])
+    dense = dense[:, None]
+    expected_grads = reference.attention_backward(out, q, k, v, attn_mask=dense, **options)
+    for grad, expected_grad in zip(grads[:3], expected_grads[:3], strict=True):
+        same(grad, expected_grad)
+    monkeypatch.setattr(_packed, "ROWS", 3)
+    same(reference.attention(q, k, v, mask=mask, **options)[0], out)
+
+
+def test_masks_of_packed_sequences_are_by_position() -> None:
+    q, k, v = normal(1, 9, 2, 4), normal(2, 12, 1, 4), normal(3, 12, 1, 2)
+    mask = PrefixLM(np.array([1, 9])) & Segments(IDS[0][:, :4], IDS[1])
+    out, lse = reference.attention_varlen(q, k, v, [0, 4, 8], [0, 6, 11], mask=mask)
+    for b, (rows, keys) in enumerate(((slice(0, 4), slice(0, 6)), (slice(4, 8), slice(6, 11)))):
+        dense = mask.dense(4, keys.stop - keys.start, b)
+        alone = reference.attention(q[None, rows], k[None, keys], v[None, keys], attn_mask=dense)
+        same(out[rows], alone[0][0])
+        same(lse[:, rows], alone[1][0])
 
 
 # Layouts: each is the same problem as a dense one
@@ -284,6 +335,8 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_mask_must_be_bool_and_dropout_needs_a_state() -> None:
     with pytest.raises(InvalidType, match="`attn_mask` must be an array of bool"):
         attention(attn_mask=np.zeros((2, 5)))
+    with pytest.raises(InvalidType, match=r"`mask` must be one of cupyflash\.masks"):
+        attention(mask=np.zeros((2, 5), bool))
     with pytest.raises(InvalidType, match="`rng_state`"):
         attention(dropout_p=0.5)
     with pytest.raises(TypeError, match="softmax_scal"):
