@@ -19,7 +19,6 @@ from cupyflash import _array, _call, _cpu, _driver, _jit, _launch, _tensor_map, 
 from cupyflash._array import ITEMSIZES, Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
-from cupyflash.masks import Band
 
 LOG2_E = 1.4426950408889634
 DTYPES = {
@@ -56,7 +55,7 @@ class Map(ctypes.Structure):
 
 
 class ParamsSm90(ctypes.Structure):
-    """Params of cuda/kernels/attention_fwd_sm90.cu, with the natural alignment of C."""
+    """Params of cuda/kernels/attention_fwd_sm90.cu, up to those of the policies."""
 
     _fields_ = [
         *((name, Map) for name in ("q", "k", "v", "o")),
@@ -66,9 +65,10 @@ class ParamsSm90(ctypes.Structure):
         *((name, c_int) for name in ("batch", "len_q", "len_k", "heads_q", "heads_k")),
         *((name, c_int) for name in ("head_dim_v", "group")),
         ("scale", c_float),
-        *((name, c_int) for name in ("left", "right", "bottom_right", "unused")),
-        ("padding", ctypes.c_char * 24),  # to the alignment of a tensor map
     ]
+
+
+ALIGNMENTS = {Params: 8, ParamsSm90: 64}  # of the structs of C: a tensor map's is 64
 
 
 class FakeArray:
@@ -153,16 +153,12 @@ class FakeKernel:
         assert type(argument) is np.void  # by value
         params = argument.tobytes()
         assert shared_mem == self.shared_bytes
-        p: Any
-        if "attention_fwd_sm90" in self.unit:
-            assert len(params) == ctypes.sizeof(ParamsSm90)
-            p = ParamsSm90.from_buffer_copy(params)
-            options = {"band": self.band(p), **self.descales(p)}
-        else:
-            p = Params.from_buffer_copy(params)
-            assert p.scale == pytest.approx(p.natural_scale * LOG2_E, rel=1e-6)
-            sizes = {name: getattr(p, name) for name in ("batch", "len_q", "len_k", "heads_q")}
-            options = Reader(self.unit, params[ctypes.sizeof(Params) :], sizes).options
+        struct: Any = ParamsSm90 if "attention_fwd_sm90" in self.unit else Params
+        p = struct.from_buffer_copy(params)
+        sizes = {name: getattr(p, name) for name in ("batch", "len_q", "len_k", "heads_q")}
+        policies = Reader(self.unit, params[ctypes.sizeof(struct) :], sizes)
+        assert policies.rest == bytes(-(len(params) - len(policies.rest)) % ALIGNMENTS[struct])
+        options = policies.options | self.descales(p)
         self.launches.append(
             SimpleNamespace(
                 grid=grid, block=block, shared=shared_mem, stream=stream.ptr, unit=self.unit, p=p,
@@ -181,15 +177,14 @@ class FakeKernel:
             strides = _array.contiguous_strides(shape)
             lse = host_view(Array(p.lse, shape, strides, "float32", -1, "", False, None))
         q, k, v, out = (self.view(p, x, dtype, batch) for x in "qkvo")
-        _cpu.attention(q, k, v, out, lse, scale=p.scale / LOG2_E, **options)
+        _cpu.attention(q, k, v, out, lse, scale=self.scale(p), **options)
 
-    def band(self, p: Any) -> Band:
-        """The mask of a kernel that takes no other policy."""
-        has = re.search(r"Band<(\w+), (\w+)>", self.unit).groups()
-        sides = [
-            x if flag == "true" else None for x, flag in zip((p.left, p.right), has, strict=True)
-        ]
-        return Band(*sides, "bottom_right" if p.bottom_right else "top_left")
+    def scale(self, p: Any) -> float:
+        """The scale of the scores; Params have it in base 2 where nothing else acts on them."""
+        if isinstance(p, Params):
+            assert p.scale == pytest.approx(p.natural_scale * LOG2_E, rel=1e-6)
+            return p.natural_scale
+        return p.scale / LOG2_E if "using Score = Identity;" in self.unit else p.scale
 
     def descales(self, p: Any) -> dict[str, np.ndarray]:
         """What the operands are multiplied by."""
@@ -205,7 +200,7 @@ class FakeKernel:
     def view(self, p: Any, x: str, dtype: str, batch: int) -> np.ndarray:
         """The operand that the parameters describe."""
         if isinstance(p, ParamsSm90):
-            return self.mapped(p, x, dtype)
+            return self.mapped(p, x, dtype, batch)
         length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
         shape = (batch, length, heads, p.head_dim if x in "qk" else p.head_dim_v)
         strides = tuple(getattr(p, f"{x}_{axis}") for axis in ("batch", "row", "head"))
@@ -213,7 +208,7 @@ class FakeKernel:
             Array(getattr(p, x) or 0, shape, (*strides, 1), dtype, -1, "fake", False, None)
         )
 
-    def mapped(self, p: ParamsSm90, x: str, dtype: str) -> np.ndarray:
+    def mapped(self, p: ParamsSm90, x: str, dtype: str, batch: int) -> np.ndarray:
         tensor = getattr(p, x)
         block_k = int(re.search(r"BLOCK_K = (\d+);", self.unit)[1])
         dtype = str(reference.output_dtype(_array.host_dtype(dtype))) if x == "o" else dtype
@@ -221,17 +216,17 @@ class FakeKernel:
         assert list(tensor.box) == [128 // itemsize, {"q": 64, "o": 16}.get(x, block_k), 1, 1]
         assert (tensor.dtype, tensor.swizzle) == (_tensor_map.DTYPES[dtype], 3)
         length, heads = (p.len_q, p.heads_q) if x in "qo" else (p.len_k, p.heads_k)
-        assert list(tensor.shape[1:]) == [length, heads, p.batch]
-        row, head, batch = (stride // itemsize for stride in tensor.strides)
+        assert list(tensor.shape[1:]) == [length, heads, batch]
+        row, head, entry = (stride // itemsize for stride in tensor.strides)
         if x == "o":
             assert tensor.shape[0] == p.head_dim_v
             assert tensor.pointer == p.out
-            used = {"batch": batch, "row": row, "head": head}
-            sizes = {"batch": p.batch, "row": p.len_q, "head": p.heads_q}
+            used = {"batch": entry, "row": row, "head": head}
+            sizes = {"batch": batch, "row": p.len_q, "head": p.heads_q}
             for axis, stride in used.items():
                 assert sizes[axis] == 1 or getattr(p, f"o_{axis}") == stride
-        shape = (p.batch, length, heads, tensor.shape[0])
-        strides = (batch, row, head, 1)
+        shape = (batch, length, heads, tensor.shape[0])
+        strides = (entry, row, head, 1)
         return host_view(Array(tensor.pointer, shape, strides, dtype, -1, "fake", False, None))
 
 

@@ -18,7 +18,7 @@ STORAGE = {
 class Reader:
     """Takes the policies one after the other from the end of Params.
 
-    ``options`` are then those of the CPU path.
+    ``options`` are then those of the CPU path, and ``rest`` the bytes that no policy has.
     """
 
     def __init__(self, unit: str, data: bytes, sizes: dict[str, int]) -> None:
@@ -29,7 +29,7 @@ class Reader:
         for member in ("Mask", "Score", "Dropout", "Sink", "Sequences"):
             (types,) = re.findall(rf"using {member} = (?:::)?(.*);", unit)
             self.read(types)
-        assert self.at == len(data)
+        self.rest = data[self.at :]
         self.options.setdefault("band", Band())
 
     def read(self, types: str) -> None:

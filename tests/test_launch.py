@@ -249,11 +249,10 @@ def test_no_keys_is_a_launch_that_writes(fake: FakeGpu, rng: np.random.Generator
 
 
 def test_the_struct_of_sm90_has_the_layout_of_c() -> None:
-    assert ctypes.sizeof(ParamsSm90) == _forward_sm90.PARAMS_BYTES == 704
+    assert ctypes.sizeof(ParamsSm90) == _forward_sm90.POLICIES_OFFSET == 664
     assert ParamsSm90.out.offset == _launch.MAPS_BYTES == 512
     assert ParamsSm90.o_batch.offset == 512 + _launch.OUTPUTS.size
     assert ParamsSm90.scale.offset == 660
-    assert ParamsSm90.left.offset == 664
 
 
 def test_every_field_of_params_of_sm90(hopper: FakeGpu, rng: np.random.Generator) -> None:
@@ -274,7 +273,7 @@ def test_every_field_of_params_of_sm90(hopper: FakeGpu, rng: np.random.Generator
     assert p.head_dim_v == 16
     assert 1 <= p.group <= 12
     assert p.scale == np.float32(0.3 * LOG2_E)
-    assert (p.left, p.right, p.bottom_right) == (5, 0, 1)
+    assert launch.options["band"] == Band(5, 0)
     assert "using Mask = Band<true, true>;" in launch.unit
     assert hopper.compiled[0][1:] == ("attention_fwd_sm90", "sm_90a")
 
@@ -447,7 +446,7 @@ def test_the_grid_of_sm90_has_no_more_blocks_than_tiles_or_multiprocessors(
         assert launch.grid == (min(132, tiles), 1, 1)
         assert launch.block == (128 * (1 + int(constants["CONSUMERS"])), 1, 1)
         assert launch.shared == int(constants["SMEM_BYTES"])
-        assert int(constants["PARAMS_BYTES"]) == ctypes.sizeof(ParamsSm90)
+        assert int(constants["PARAMS_BYTES"]) == launch.bytes
 
 
 def test_nothing_of_sm90_is_launched_or_encoded_where_there_is_no_query(hopper: FakeGpu) -> None:

@@ -1,5 +1,6 @@
 """Plans of calls with modifiers: a warm call finds new arrays and states in their places."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,19 @@ import cupyflash
 from cupyflash import InvalidArgument, InvalidType, _call, _explain, _kernels
 from cupyflash.masks import Band, Mask, PrefixLM, Segments
 
-GENERIC = 80  # a capability of which the generic kernel alone is
+ROWS = {80: "attention_fwd_sm80", 90: "attention_fwd_sm90"}  # by capability: the best kernel
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+@pytest.fixture(params=ROWS)
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[FakeGpu]:
     gpu = install(monkeypatch)
-    gpu.capability = GENERIC
-    return gpu
+    gpu.capability = request.param
+    yield gpu
+    assert all(f"kernels/{ROWS[gpu.capability]}.cu" in launch.unit for launch in gpu.launches)
 
 
 @pytest.fixture
-def described(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call that was not replayed."""
     calls: list[int] = []
     describe = _call.describe
@@ -100,6 +102,25 @@ def test_a_call_with_modifiers_is_replayed_on_new_arrays(
     assert cold[0] in (1, 2)
     assert cold[1:] == [0, 0]
     assert len(fake.compiled) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_with_modifiers_is_replayed(
+    dtype: str, described: list[int], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    fake = install(monkeypatch)
+    fake.capability = 90
+    descale = rng.random(2, np.float32)
+    for _ in range(3):
+        options: dict[str, Any] = {"v_descale": descale}
+        for name in EVERY:
+            options |= modifiers(rng)[name] if name != "used" else {}
+        described.clear()
+        arrays = [np.repeat(x, 2, axis=3).astype(dtype) for x in draw(rng)]
+        check(cupyflash.attention, arrays, options)
+    assert len(described) == 1
+    assert len(fake.launches) == 3
+    assert "kernels/attention_fwd_sm90.cu" in fake.launches[0].unit
 
 
 @pytest.mark.parametrize("hosted", [False, True])
@@ -244,13 +265,13 @@ def test_elements_that_no_gpu_can_read_are_refused(fake: FakeGpu, rng: np.random
         cupyflash.attention(*arrays, attn_bias=put(odd))
 
 
-@pytest.mark.parametrize("arch", [GENERIC, 90])
+@pytest.mark.parametrize("arch", ROWS)
 @pytest.mark.parametrize(
     "optional",
     ["attn_bias", "attn_mask", "alibi_slopes", "seqused_q", "seqused_k", "learnable_sink",
      "segment_ids", "cu_seqlens_q"],
 )  # fmt: skip
-def test_what_a_kernel_takes_has_a_place(arch: int, optional: str, fake: FakeGpu) -> None:
+def test_what_a_kernel_takes_has_a_place(arch: int, optional: str) -> None:
     """Otherwise every such call would be described and packed anew."""
     options = {optional: True}
     if optional == "cu_seqlens_q":
@@ -259,9 +280,12 @@ def test_what_a_kernel_takes_has_a_place(arch: int, optional: str, fake: FakeGpu
         (None, None, None), *_explain.split({"len_q": 64, "head_dim": 64, "arch": arch,
         "dtype": "float16", "dropout_p": 0.5, **options})
     )  # fmt: skip
+    taken = []
     for kernel in _kernels.KERNELS:
         if kernel.launch is None or kernel.refusal(request.problem) is not None:
             continue
         places = dict(kernel.launch(request.problem, request.operands).places)
         names = [0, 1] if optional == "segment_ids" else list(options)
         assert {*names, "rng_state"} <= places.keys(), kernel.name
+        taken.append(kernel.name)
+    assert ROWS[arch] in taken
