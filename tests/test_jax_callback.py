@@ -10,8 +10,9 @@ import pytest
 from exporters import DlpackExporter
 
 import cupyflash
-from cupyflash import _jit, _kernels, _launch
+from cupyflash import _jit, _kernels, _launch, _modifiers
 from cupyflash._array import dlpack, gpu
+from cupyflash.masks import PrefixLM, Segments
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.frameworks
@@ -52,7 +53,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def launch(problem: Any, operands: Any) -> Any:
         params = _launch.pack_forward(problem, operands, 0, 1)
-        return _launch.Launch("", "fake", "sm_90", (1, 1, 1), (32, 1, 1), 0, params)
+        start = _launch.POINTERS.size + _launch.FORWARD.size
+        places = _modifiers.places(problem, operands, start)
+        return _launch.Launch(
+            *("", "fake", "sm_90", (1, 1, 1), (32, 1, 1), 0, params), places=places
+        )
 
     row = _kernels.Kernel(
         "fake", "forward", range(80, 130), "", lambda problem: None, launch=launch
@@ -140,6 +145,47 @@ def test_the_callback_takes_items_apart_that_do_not_fold(
         for n, (_, j) in enumerate(np.ndindex(2, 3))
     ]
     assert [_launch.POINTERS.unpack_from(params) for params, *_ in launches] == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_callback_puts_addresses_of_modifiers_in_their_places(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any], packed: bool
+) -> None:
+    calls: list[Any] = []
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        _jax, "_program", lambda: lambda call, *x: (calls.append(call), given.append(x))
+    )
+    q, k, v = (jax.numpy.zeros((9, 2, 16), np.float16) for _ in "qkv")
+    options: dict[str, Any] = {
+        "attn_bias": jax.numpy.zeros((2, 1, 9, 9), np.float16),
+        "seqused_k": np.array([4, 3]),
+        "mask": PrefixLM(3) & Segments(jax.numpy.zeros((2, 9), np.int16)),
+        "dropout_p": 0.5,
+        "rng_state": (7, 8),
+    }
+    if packed:
+        ends = jax.numpy.zeros(3, np.int32), np.array([0, 4, 9])
+        cupyflash.attention_varlen(q, k, v, *ends, **options)
+    else:
+        cupyflash.attention(*(jax.numpy.stack([x, x]) for x in (q, k, v)), **options)
+    names = [name for name, _ in calls[0].ranks]
+    for turn in (1, 2):
+        addresses = {name: turn << 32 | n << 20 for n, name in enumerate((*names, "out"))}
+        buffers = {
+            name: Buffer(addresses[name], x.shape, np.dtype(x.dtype))
+            for name, x in zip(names, given[0], strict=True)
+        }
+        out = Buffer(addresses["out"], given[0][0].shape)
+        run.compute(calls[0], SimpleNamespace(stream=77), (out,), *buffers.values())
+        params, device, stream = launches[-1]
+        assert (device, stream) == (1, 77)
+        records = {name: run._buffer(x) for name, x in buffers.items()}
+        _, places = run.bound_of(calls[0], run.views_of(records), 1)
+        assert {name for name, _ in places} == {*names} - {"q", "k", "v"}
+        for name, at in places:
+            assert int.from_bytes(params[at : at + 8], "little") == addresses[name], name
+    assert run.bound_of.cache_info().misses == 1  # loaded while tracing
 
 
 def test_the_callback_notices_odd_addresses(
