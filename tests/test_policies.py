@@ -1,6 +1,7 @@
 """The mask and score policies of cuda/, compiled for the host, against NumPy."""
 
 import itertools
+import re
 from typing import Any
 
 import ml_dtypes
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from device_policies import COMPILER, Policies, address, integers, pairs, policies, strides
 
-from cupyflash import _modifiers
+from cupyflash import _jit, _modifiers
 from cupyflash._modifiers import ALIBI, BAND, PREFIX_LM, SEGMENTS, SIZES, SOFTCAP
 from cupyflash.masks import Band, PrefixLM, Segments
 
@@ -230,7 +231,9 @@ def clamped(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return np.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])), mode="edge")
 
 
-@pytest.mark.parametrize("extents", [(0, 0), (3, 0), (0, 4), (3, 4), (1, 1), (9, 9)], ids=str)
+@pytest.mark.parametrize(
+    "extents", [(0, 0), (3, 0), (0, 4), (3, 4), (4, 6), (1, 1), (9, 9)], ids=str
+)
 def test_nothing_is_read_beyond_lengths_and_arrays(
     library: Policies, rng: np.random.Generator, extents: tuple[int, int]
 ) -> None:
@@ -320,6 +323,22 @@ def test_softcap(library: Policies, rng: np.random.Generator, cap: float) -> Non
     np.testing.assert_allclose(got, expected, rtol=SOFTCAP_ERROR, atol=0)
     mirrored = library.apply("Softcap", softcap_params(cap), -scores, scores.shape)
     np.testing.assert_array_equal(mirrored, -got)
+
+
+def test_the_coefficients_of_softcap() -> None:
+    """P / Q in fp64 is tanh(x) / x to 2^-25 up to the end, where tanh is 1 to 2^-24."""
+    text = _jit.sources()["scores/softcap.cuh"]
+    p, q = (
+        np.array(
+            re.search(rf"{name}\[5\] = {{(.*?)}}", text)[1].replace("f", "").split(","), np.float32
+        )
+        for name in "PQ"
+    )
+    end = float(re.search(r"END = (.*?)f;", text)[1])
+    x = np.linspace(1e-6, end, 100001)
+    ratio = np.polyval(p[::-1].astype(float), x * x) / np.polyval(q[::-1].astype(float), x * x)
+    np.testing.assert_allclose(ratio * x, np.tanh(x), rtol=2.0**-25, atol=0)
+    assert 1 - np.tanh(end) < 2.0**-24
 
 
 @pytest.mark.parametrize("cap", [*CAPS, 1.7e38])

@@ -306,6 +306,10 @@ def test_packed_sequences_of_hostile_metadata(
             queries, keys = spans(library, "Packed", params, batch, totals, extra=2)
             assert queries[:batch] == list(packed(cu[0], used[0], totals[0]))
             assert keys == list(packed(cu[1], used[1], totals[1]))
+            before, after = queries[batch:]
+            assert before == (0, 0, queries[0][0])
+            last = queries[batch - 1][0] + queries[batch - 1][2]
+            assert after == (last, 0, totals[0] - last)
             covered = np.zeros(totals[0], bool)
             for first, length, extent in queries:
                 assert first >= 0
