@@ -462,7 +462,12 @@ VARLEN = (
     Modified.varlen(((300, 300), *((5, 5),) * 20), 128, 128, **_HEADS, causal=True),
     Modified.varlen(((3, 3), (0, 4), (5, 0), (0, 0), (1, 9)), 16, 16, "float32", causal=True),
     Modified.varlen(((0, 0), (0, 5)), 16, 16, "float16"),
+    Modified.varlen(((5, 0), (2, 0)), 16, 16, "float16"),
     Modified.varlen((), 16, 16, "float16", tail=2),
+    Modified.varlen((), 16, 16, "float16"),
+    Modified.varlen(((3, 5), (4, 1)), 0, 8, "float16", causal=True),
+    Modified.varlen(((3, 5), (4, 1)), 16, 0, "float16"),
+    Modified.varlen(((3, 5), (4, 1)), 16, 16, "float16", heads_q=0, heads_k=2),
     Modified.varlen(((40, 30), (30, 40)), 64, 32, "float16", tail=5, causal=True),
     # A query of each sequence, or none: what decoding packs.
     Modified.varlen(((1, 3), (0, 0), (1, 5)), 64, 64, heads_q=9, heads_k=3, causal=True),
