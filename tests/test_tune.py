@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cupyflash import _jit, _kernels, reference
+from cupyflash import _forward_sm80, _jit, _kernels, reference
 from cupyflash._bench import candidates, environment, run, runner, tune
 from cupyflash._bench.case import DTYPES, Case
 from cupyflash._bench.timing import HostClock
@@ -39,7 +39,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build(case: Case, arrays: Any, device: str, *, kernel: str) -> runner.Runner:
         # What `using` has put in the place of the row's own function, which the launch asks.
-        config = _kernels._config_sm80(case.request(90).problem)
+        config = _forward_sm80.config(case.request(90).problem)
 
         def call() -> np.ndarray:
             out, _ = reference.attention(*arrays, **case.options)
