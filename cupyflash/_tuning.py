@@ -1,10 +1,11 @@
 """Tile tables: the sizes that each kernel is compiled with, and the measurements that chose them.
 
 A table's row holds, for one class of head dims, tiles from the largest to the smallest; the first
-that fits the architecture's shared memory is taken.
+that fits the architecture's shared memory, and has registers for the policies, is taken.
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ UNEQUAL = ((64, 128), (192, 128))
 SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 SHARED_KIB_OF_OTHERS = 99
 
+# Policies that take registers of a kernel's loop: positions, addresses, random numbers.
+HEAVY = ("Alibi", "Bias", "DenseMask", "Segments", "Dropout")
+MANY = len(HEAVY)
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -33,6 +38,7 @@ class Tiles:
     stages: int  # key blocks in shared memory at a time; fp32 has one, and a landing for half of it
     min_blocks: int  # blocks that registers must leave room for; 0 leaves registers to ptxas
     q_in_registers: bool = False
+    heavy: int = 0  # how many HEAVY policies there are registers for
 
 
 @dataclass(frozen=True)
@@ -74,40 +80,65 @@ Table = dict[int | tuple[int, int], tuple[Tiles, ...]]  # by class, or by a pair
 # 16-bit elements. TFLOP/s on an H200, CUDA 13.0, bfloat16, 16k tokens, heads * head_dim = 2048, at
 # length 8192 full, 8192 causal, 1024 full, 1024 causal, and FlashAttention-2 in the same run.
 HALF: Table = {
-    16: (Tiles(4, 2, 64, 2, 2, q_in_registers=True),),
-    32: (Tiles(4, 2, 64, 2, 2, q_in_registers=True),),  # 237 236 222 181, FA2 217 207 197 152
+    16: (Tiles(4, 2, 64, 2, 2, q_in_registers=True, heavy=1), Tiles(4, 2, 32, 2, 2, heavy=MANY)),
+    32: (
+        Tiles(4, 2, 64, 2, 2, q_in_registers=True),  # 237 236 222 181, FA2 217 207 197 152
+        Tiles(4, 2, 64, 2, 2, heavy=1),
+        Tiles(4, 2, 32, 2, 2, heavy=MANY),
+    ),
     64: (
         Tiles(4, 2, 64, 2, 3),  # 324 327 301 256, FA2 288 276 270 202
         Tiles(4, 2, 64, 2, 2, q_in_registers=True),  # 312 309 280 226
+        Tiles(4, 2, 64, 2, 2, heavy=1),
+        Tiles(4, 2, 32, 2, 2, heavy=MANY),
     ),
-    96: (Tiles(4, 2, 64, 2, 2), Tiles(4, 2, 64, 2, 1)),
+    96: (
+        Tiles(4, 2, 64, 2, 2),
+        Tiles(4, 2, 64, 2, 1),
+        Tiles(4, 2, 32, 2, 2, heavy=MANY),
+        Tiles(4, 2, 32, 2, 1, heavy=MANY),
+    ),
     128: (
         Tiles(4, 2, 64, 2, 2),  # 381 363 344 278, FA2 342 302 309 236
         Tiles(4, 2, 48, 2, 1),  # 379 367 328 278 with two blocks; 64 keys spill on sm_80
+        Tiles(4, 2, 32, 2, 2, heavy=MANY),  # 334 329 291 259 without any
+        Tiles(4, 2, 32, 2, 1, heavy=MANY),
     ),
-    192: (Tiles(8, 1, 64, 2, 1), Tiles(4, 1, 32, 2, 1)),
+    192: (Tiles(8, 1, 64, 2, 1, heavy=MANY), Tiles(4, 1, 32, 2, 1, heavy=MANY)),
     256: (
         Tiles(8, 1, 64, 2, 1),  # 319 316 289 252, FA2 325 286 306 241
-        Tiles(4, 1, 32, 2, 1),  # 290 296 266 243 with two blocks
+        Tiles(8, 1, 32, 2, 1, heavy=MANY),
+        Tiles(4, 1, 32, 2, 1, heavy=MANY),  # 290 296 266 243 with two blocks and none
     ),
-    (64, 128): (Tiles(4, 2, 48, 2, 2), Tiles(4, 2, 48, 2, 1)),  # 64 keys spill
+    (64, 128): (
+        Tiles(4, 2, 48, 2, 2),  # 64 keys spill
+        Tiles(4, 2, 48, 2, 1),
+        Tiles(4, 2, 32, 2, 2, heavy=MANY),
+        Tiles(4, 2, 32, 2, 1, heavy=MANY),
+    ),
 }
 # fp32 as three bfloat16 planes. TFLOP/s as above, and memory-efficient attention in the same run.
 SINGLE: Table = {
-    16: (Tiles(4, 2, 32, 1, 2),),
-    32: (Tiles(4, 2, 32, 1, 2),),
+    16: (Tiles(4, 2, 32, 1, 2), Tiles(4, 1, 32, 1, 2, heavy=MANY)),
+    32: (Tiles(4, 2, 32, 1, 2), Tiles(4, 1, 32, 1, 2, heavy=MANY)),
     64: (
         Tiles(8, 2, 32, 1, 1),  # 54.4 52.7 51.8 42.6, efficient 35.3 34.2 34.6 31.0
         Tiles(4, 2, 16, 1, 0),
+        Tiles(8, 1, 32, 1, 1, heavy=MANY),
+        Tiles(4, 1, 16, 1, 0, heavy=MANY),
     ),
-    96: (Tiles(8, 1, 32, 1, 1), Tiles(4, 1, 16, 1, 1)),
+    96: (Tiles(8, 1, 32, 1, 1, heavy=MANY), Tiles(4, 1, 16, 1, 1, heavy=MANY)),
     128: (
-        Tiles(8, 1, 32, 1, 0),  # 45.7 46.8 42.9 39.6, efficient 45.0 45.6 43.8 39.4
-        Tiles(8, 1, 16, 1, 0),
-        Tiles(4, 1, 16, 1, 1),
+        Tiles(8, 1, 32, 1, 0, heavy=1),  # 45.7 46.8 42.9 39.6, efficient 45.0 45.6 43.8 39.4
+        Tiles(8, 1, 16, 1, 0, heavy=MANY),
+        Tiles(4, 1, 16, 1, 1, heavy=MANY),
     ),
-    192: (Tiles(8, 1, 16, 1, 0), Tiles(4, 1, 16, 1, 1), Tiles(2, 1, 16, 1, 0)),
-    256: (Tiles(4, 1, 16, 1, 1), Tiles(1, 1, 16, 1, 1)),
+    192: (
+        Tiles(8, 1, 16, 1, 0, heavy=MANY),
+        Tiles(4, 1, 16, 1, 1, heavy=MANY),
+        Tiles(2, 1, 16, 1, 0, heavy=MANY),
+    ),
+    256: (Tiles(4, 1, 16, 1, 1, heavy=MANY), Tiles(1, 1, 16, 1, 1, heavy=MANY)),
 }
 
 
@@ -178,7 +209,10 @@ def forward_sm80(
     table = SINGLE if dtype == "float32" else HALF
     rows = table.get(dims, table[max(dims)])
     sizes = {tiles: shared_bytes(dtype, *dims, policies.mask_bytes, tiles) for tiles in rows}
-    tiles = _first_that_fits(sizes.items(), shared_limit(arch), arch)
+    types = " ".join((policies.mask, policies.score, policies.dropout))
+    heavy = sum(name in HEAVY for name in re.findall(r"\w+", types))
+    able = [(tiles, size) for tiles, size in sizes.items() if tiles.heavy >= heavy]
+    tiles = _first_that_fits(able, shared_limit(arch), arch)
     return ForwardSm80(
         t=element,
         mask=policies.mask,

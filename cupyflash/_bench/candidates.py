@@ -102,8 +102,9 @@ def sm80(kernel: Kernel, case: Case, arch: int) -> list[Config]:
 
 
 def fields(config: Config, tiles: type) -> dict[str, Any]:
-    """Return those fields of a configuration that a class of tiles has."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(tiles)}
+    """Return the fields of a class of tiles that a configuration has."""
+    names = (field.name for field in dataclasses.fields(tiles))
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def variants(
