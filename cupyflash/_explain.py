@@ -16,7 +16,6 @@ from ._launch import Launch, bind
 from ._problem import (
     BROADCAST,
     DTYPES,
-    INTEGERS,
     LAYOUTS,
     Form,
     Operands,
@@ -43,7 +42,7 @@ MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 # The optional arrays: True stands for one in a call of sizes alone.
 EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
 HINTS = ("max_seqlen_q", "max_seqlen_k")
-# What segment_ids=True stands for.
+# What segment_ids=True stands for, of int32.
 SEGMENTS = Form("segment_ids", Segments(None), ("segment_ids[0]", "segment_ids[1]"))
 
 
@@ -291,7 +290,7 @@ def _placeholders(
             pointer=0,
             shape=shape,
             strides=contiguous_strides(shape),
-            dtype=dtype if name in ("q", "k", "v") else DTYPES.get(name, INTEGERS)[0],
+            dtype=dtype if name in ("q", "k", "v") else DTYPES.get(name, ("int32",))[0],
             device=HOST if arch is None else sizes.device,
             framework="no",
             readonly=False,

@@ -28,7 +28,8 @@ DENSE = struct.Struct("<Q4q2i")  # of DenseMask and Bias
 DENSE_MASK_BYTES = 40  # of an object
 INTEGERS = struct.Struct("<Qq2i")
 PREFIX_LM = struct.Struct("<2i")  # after its integers
-SEGMENTS = struct.Struct("<2q2i")  # after its integers
+SEGMENT_IDS = struct.Struct("<Q2q")  # of queries, or of keys
+SEGMENTS = struct.Struct("<2i")  # after both
 SOFTCAP = struct.Struct("<2f")
 ALIBI = struct.Struct("<Q2q2i")
 DROPOUT = struct.Struct("<3QIf2i")
@@ -38,7 +39,7 @@ SINK = struct.Struct("<Qq")
 SIZES = {
     "Band": BAND.size,
     "PrefixLM": INTEGERS.size + PREFIX_LM.size,
-    "Segments": 2 * INTEGERS.size + SEGMENTS.size,
+    "Segments": 2 * SEGMENT_IDS.size + SEGMENTS.size,
     "DenseMask": DENSE.size,
     "Softcap": SOFTCAP.size,
     "Alibi": ALIBI.size,
@@ -84,8 +85,8 @@ class Policies:
 def policies(problem: Problem) -> Policies:
     """Return the types that a problem's kernel is compiled with."""
     masks = _masks(problem)
-    types = [mask.cuda_type for mask in masks]
-    mask_bytes = sum(mask.cuda_bytes for mask in masks)
+    types = [mask.cuda_type(*dtypes) for mask, dtypes in masks]
+    mask_bytes = sum(mask.cuda_bytes for mask, _ in masks)
     if "attn_mask" in problem.modifiers:
         types.append("DenseMask")
         mask_bytes += DENSE_MASK_BYTES
@@ -113,10 +114,12 @@ def _joined(template: str, types: list[str]) -> str:
     return types[0] if len(types) == 1 else f"{template}<{', '.join(types)}>"
 
 
-def _masks(problem: Problem) -> tuple[Mask, ...]:
-    """Return the masks that hide anything, the cheapest test first; one at least."""
-    others = len(problem.masks) + ("attn_mask" in problem.modifiers)
-    return (() if others and not problem.band.bounded else (problem.band,)) + problem.masks
+def _masks(problem: Problem) -> list[tuple[Mask, tuple[str, ...]]]:
+    """Return the masks that hide anything, the cheapest test first, with dtypes; one at least."""
+    others = list(zip(problem.masks, problem.mask_dtypes, strict=True))
+    if problem.band.bounded or not (others or "attn_mask" in problem.modifiers):
+        return [(problem.band, ()), *others]
+    return others
 
 
 def pack(problem: Problem, operands: Operands) -> bytes:
@@ -158,7 +161,7 @@ def _parts(problem: Problem, operands: Operands) -> Iterator[Part]:
 def _mask_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
     count = 0
     arrays = iter(operands.masks)
-    for mask in _masks(problem):
+    for mask, _ in _masks(problem):
         own = () if mask is problem.band else next(arrays)
         if isinstance(mask, Band):
             yield None, BAND.pack(*mask.operands(problem.len_q, problem.len_k), 0)
@@ -168,10 +171,9 @@ def _mask_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
             yield None, PREFIX_LM.pack(mask.alignment == "bottom_right", 0)
         elif isinstance(mask, Segments):
             q, k = own
-            yield count, _integers(q)
-            yield count + 1, _integers(k)
-            rows, columns = (_extent(problem, x.shape[1]) for x in (q, k))
-            yield None, SEGMENTS.pack(q.strides[0], k.strides[0], rows, columns)
+            yield count, SEGMENT_IDS.pack(q.pointer, *q.strides)
+            yield count + 1, SEGMENT_IDS.pack(k.pointer, *k.strides)
+            yield None, SEGMENTS.pack(*(_extent(problem, x.shape[1]) for x in own))
         else:
             raise AssertionError(f"Params of {type(mask).__name__} are not known")
         count += len(own)

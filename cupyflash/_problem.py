@@ -114,6 +114,7 @@ class Problem:
     dropout_p: float = 0.0
     modifiers: tuple[str, ...] = ()
     masks: tuple[Mask, ...] = ()  # beyond the band, without their arrays
+    mask_dtypes: tuple[tuple[str, ...], ...] = ()  # of those arrays
     dtypes: tuple[tuple[str, str], ...] = ()  # of the arrays of modifiers, by name
     packed: bool = False  # sequences lie in arrays of len_q and len_k rows; batch counts them
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
@@ -211,6 +212,8 @@ def describe(
     for name, words in BROADCAST.items():
         if name in arrays:
             operands[name] = _spread(arrays[name], name, words, sizes, longest)
+    for form in rest:
+        _check_one_dtype(form, arrays)
     mask_operands = tuple(
         tuple(
             _spread(arrays[name], name, words, sizes, longest)
@@ -235,6 +238,7 @@ def describe(
         band=band,
         modifiers=tuple(name for name in MODIFIERS if name in present or numbers.get(name)),
         masks=tuple(form.mask for form in rest),
+        mask_dtypes=tuple(tuple(x.dtype for x in own) for own in mask_operands),
         dtypes=tuple((name, operands[name].dtype) for name in MODIFIERS if name in operands),
         packed=packed,
         arch=arch,
@@ -394,6 +398,16 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
         if name in ("k", "v") and array.dtype != q.dtype:
             raise InvalidType(
                 f"`{name}` has dtype {array.dtype} and `q` {q.dtype}: convert one to the other"
+            )
+
+
+def _check_one_dtype(form: Form, arrays: Mapping[str, Array]) -> None:
+    """Check that the arrays of a mask have one dtype: what compares them is compiled for one."""
+    for name in form.names[1:]:
+        first, own = arrays[form.names[0]].dtype, arrays[name].dtype
+        if own != first:
+            raise InvalidType(
+                f"`{name}` has dtype {own} and `{form.names[0]}` {first}: convert one to the other"
             )
 
 

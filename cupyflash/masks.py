@@ -62,10 +62,9 @@ class Mask(abc.ABC):
     # The fields that hold integer arrays, and what each broadcasts to: "batch", "len_q", "len_k".
     shapes: ClassVar[dict[str, tuple[str, ...]]] = {}
 
-    @property
     @abc.abstractmethod
-    def cuda_type(self) -> str:
-        """The type in the translation unit."""
+    def cuda_type(self, *dtypes: str) -> str:
+        """Return the type in the translation unit, for ``arrays`` of these dtypes."""
 
     @property
     def parts(self) -> tuple["Mask", ...]:
@@ -172,9 +171,8 @@ class Band(Mask):
         """Whether the band hides anything, for some lengths."""
         return self.left is not None or self.right is not None
 
-    @property
-    def cuda_type(self) -> str:
-        """The type in the translation unit: the bounds are run-time, their presence is not."""
+    def cuda_type(self, *dtypes: str) -> str:
+        """Return the type in the translation unit: bounds are run-time, their presence is not."""
         flags = ("true" if side is not None else "false" for side in (self.left, self.right))
         return f"Band<{', '.join(flags)}>"
 
@@ -279,9 +277,8 @@ class PrefixLM(Mask):
     def __post_init__(self) -> None:
         _check_alignment(self.alignment)
 
-    @property
-    def cuda_type(self) -> str:
-        """The type in the translation unit."""
+    def cuda_type(self, *dtypes: str) -> str:
+        """Return the type in the translation unit."""
         return "PrefixLM"
 
     def keys(self, q_begin: int, q_end: int, len_q: int, len_k: int, b: int = 0) -> tuple[int, int]:
@@ -313,14 +310,14 @@ class Segments(Mask):
     q : integer array (batch, len_q)
         The segment of each query; an array of fewer or smaller dimensions is broadcast.
     k : integer array (batch, len_k), optional
-        The segment of each key; ``q`` by default.
+        The segment of each key, of the dtype of ``q``; ``q`` by default.
     """
 
     q: Any = field(compare=False)
     k: Any = field(default=None, compare=False)
 
     header: ClassVar[str] = "masks/segments.cuh"
-    cuda_bytes: ClassVar[int] = 64
+    cuda_bytes: ClassVar[int] = 48
     shapes: ClassVar[dict[str, tuple[str, ...]]] = {
         "q": ("batch", "len_q"),
         "k": ("batch", "len_k"),
@@ -330,10 +327,9 @@ class Segments(Mask):
         if self.k is None:
             object.__setattr__(self, "k", self.q)
 
-    @property
-    def cuda_type(self) -> str:
-        """The type in the translation unit."""
-        return "Segments"
+    def cuda_type(self, *dtypes: str) -> str:
+        """Return the type in the translation unit, which has the bytes of an id."""
+        return f"Segments<{np.dtype(dtypes[0]).itemsize}>"
 
     def keys(self, q_begin: int, q_end: int, len_q: int, len_k: int, b: int = 0) -> tuple[int, int]:
         """Return the smallest range of keys with all that some query of [q_begin, q_end) sees."""
@@ -396,10 +392,11 @@ class All(Mask):
         """The masks that this one is the intersection of."""
         return self._parts
 
-    @property
-    def cuda_type(self) -> str:
-        """The type in the translation unit."""
-        return f"All<{', '.join(part.cuda_type for part in self.parts)}>"
+    def cuda_type(self, *dtypes: str) -> str:
+        """Return the type in the translation unit."""
+        rest = iter(dtypes)
+        types = (part.cuda_type(*(next(rest) for _ in part.shapes)) for part in self.parts)
+        return f"All<{', '.join(types)}>"
 
     def keys(self, q_begin: int, q_end: int, len_q: int, len_k: int, b: int = 0) -> tuple[int, int]:
         """Return a range of keys with all that some query of [q_begin, q_end) sees."""

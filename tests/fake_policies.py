@@ -77,16 +77,14 @@ class Reader:
         bottom_right, _unused = self.take("2i")
         self.mask(PrefixLM(prefix, "bottom_right" if bottom_right else "top_left"))
 
-    def read_segments(self, _: str) -> None:
-        at = [self.take("Qq2i") for _ in range(2)]
-        *batch, rows, columns = self.take("2q2i")
+    def read_segments(self, width: str) -> None:
+        at = [self.take("Q2q") for _ in range(2)]
         ids = []
-        for (pointer, stride, width, signed), step, extent, word in zip(
-            at, batch, (rows, columns), ("len_q", "len_k"), strict=True
+        for (pointer, *strides), extent, word in zip(
+            at, self.take("2i"), ("len_q", "len_k"), strict=True
         ):
             shape = (self.sizes["batch"], extent or self.sizes[word])
-            dtype = f"{'' if signed else 'u'}int{8 * width}"
-            ids.append(self.view(pointer, shape, (step, stride), dtype))
+            ids.append(self.view(pointer, shape, strides, f"uint{8 * int(width)}"))
         self.mask(Segments(*ids))
 
     def dense(self, dtype: str) -> np.ndarray:

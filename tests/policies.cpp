@@ -60,11 +60,14 @@ MASK(Causal, Band<false, true>)
 MASK(From, Band<true, false>)
 MASK(Window, Window)
 MASK(PrefixLM, PrefixLM)
-MASK(Segments, Segments)
+MASK(Segments1, Segments<1>)
+MASK(Segments2, Segments<2>)
+MASK(Segments4, Segments<4>)
+MASK(Segments8, Segments<8>)
 MASK(DenseMask, DenseMask)
 MASK(AllOfOne, All<PrefixLM>)
 MASK(AllOfTwo, All<Window, PrefixLM>)
-MASK(AllOfFour, All<Window, PrefixLM, Segments, DenseMask>)
+MASK(AllOfFour, All<Window, PrefixLM, Segments<8>, DenseMask>)
 
 #define SCORE(NAME, ...)                                                                                          \
   static_assert(ScorePolicy<__VA_ARGS__>);                                                                        \

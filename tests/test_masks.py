@@ -114,7 +114,7 @@ def test_left_window_alone_does_not_hide_the_future():
 )
 def test_type_and_label(causal, window, cuda_type, label):
     band = Band.of(causal, window)
-    assert band.cuda_type == cuda_type
+    assert band.cuda_type() == cuda_type
     assert band.label == label
     assert isinstance(hash(band), int)
 
@@ -227,7 +227,8 @@ def test_parts_are_flat_and_types_are_joined():
     band, prefix, segments = Band(4, 0), PrefixLM(3), Segments([[0, 1]])
     mask = band & (prefix & segments)
     assert mask.parts == (band, prefix, segments)
-    assert mask.cuda_type == "All<Band<true, true>, PrefixLM, Segments>"
+    types = "All<Band<true, true>, PrefixLM, Segments<2>>"
+    assert mask.cuda_type("int64", "int16", "int16") == types
     assert mask == (band & prefix) & segments
     assert mask != band & prefix
 

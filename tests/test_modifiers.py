@@ -9,7 +9,7 @@ import pytest
 
 from cupyflash._array import Array, adapter_of
 from cupyflash._modifiers import pack, places, policies
-from cupyflash._problem import Operands, Problem, describe, forms
+from cupyflash._problem import INTEGERS, Operands, Problem, describe, forms
 from cupyflash.masks import Band, PrefixLM, Segments
 
 
@@ -36,7 +36,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "bias": {"attn_bias": np.ones((4, 1, 7), np.float64)},
     "mask": {"attn_mask": np.ones((5, 7), bool)},
     "prefix": {"mask": PrefixLM(np.array([3, 4], np.uint8)) & Band(left=2)},
-    "segments": {"segment_ids": (np.zeros((2, 5), np.int16), np.zeros((1, 7), np.uint64))},
+    "segments": {"segment_ids": (np.zeros((2, 5), np.int16), np.zeros((1, 7), np.int16))},
     "causal": {"options": {"causal": True}},
     "sink": {"learnable_sink": np.ones(4, np.float16)},
     "dropout": {"options": {"dropout_p": 0.25, "rng_state": (1, 2)}},
@@ -62,7 +62,7 @@ def merged(names: tuple[str, ...]) -> dict[str, Any]:
         (("prefix",), ("All<Band<true, false>, PrefixLM>", "Identity")),
         (
             ("segments", "mask", "causal"),
-            ("All<Band<false, true>, Segments, DenseMask>", "Identity"),
+            ("All<Band<false, true>, Segments<2>, DenseMask>", "Identity"),
         ),
         (("softcap",), ("Band<false, false>", "Softcap")),
         (
@@ -135,9 +135,15 @@ def test_segments_are_read_by_batch_and_position() -> None:
     ids = np.zeros((2, 14), np.int8)[:, ::2]
     problem, operands = described(segment_ids=(ids[:, :5], ids))
     data = pack(problem, operands)
-    q, k = struct.unpack_from("<Qq2i", data, 0), struct.unpack_from("<Qq2i", data, 24)
-    assert q == k == (ids.ctypes.data, 2, 1, 1)
-    assert struct.unpack_from("<2q2i", data, 48) == (14, 14, 0, 0)
+    address = ids.ctypes.data
+    assert struct.unpack_from("<Q2qQ2q2i", data) == (address, 14, 2, address, 14, 2, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_segments_are_compiled_for_the_width_of_ids(dtype: str) -> None:
+    ids = np.zeros((1, 7), dtype)
+    problem, _ = described(segment_ids=(ids[:, :5], ids))
+    assert policies(problem).mask == f"Segments<{ids.itemsize}>"
 
 
 def test_a_prefix_of_one_number_serves_all() -> None:

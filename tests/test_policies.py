@@ -10,7 +10,15 @@ import pytest
 from device_policies import COMPILER, Policies, address, integers, pairs, policies, strides
 
 from cupyflash import _jit, _modifiers
-from cupyflash._modifiers import ALIBI, BAND, PREFIX_LM, SEGMENTS, SIZES, SOFTCAP
+from cupyflash._modifiers import (
+    ALIBI,
+    BAND,
+    PREFIX_LM,
+    SEGMENT_IDS,
+    SEGMENTS,
+    SIZES,
+    SOFTCAP,
+)
 from cupyflash.masks import Band, PrefixLM, Segments
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -34,7 +42,9 @@ MASK_SIZES = {  # name in policies.cpp: bytes of an object, and of Params
     "Window": (Band.cuda_bytes, SIZES["Band"]),
     "Causal": (Band.cuda_bytes, SIZES["Band"]),
     "PrefixLM": (PrefixLM.cuda_bytes, SIZES["PrefixLM"]),
-    "Segments": (Segments.cuda_bytes, SIZES["Segments"]),
+    **dict.fromkeys(
+        (f"Segments{width}" for width in (1, 2, 4, 8)), (Segments.cuda_bytes, SIZES["Segments"])
+    ),
     "DenseMask": (_modifiers.DENSE_MASK_BYTES, SIZES["DenseMask"]),
 }
 PARAMS = {
@@ -49,7 +59,7 @@ PARAMS = {
 
 
 def test_sizes_are_those_that_the_host_computes(library: Policies) -> None:
-    four = [MASK_SIZES[name] for name in ("Window", "PrefixLM", "Segments", "DenseMask")]
+    four = [MASK_SIZES[name] for name in ("Window", "PrefixLM", "Segments8", "DenseMask")]
     every = MASK_SIZES | {
         "AllOfOne": MASK_SIZES["PrefixLM"],
         "AllOfTwo": tuple(np.sum(four[:2], axis=0)),
@@ -157,25 +167,21 @@ def test_prefix_lm_of_any_integers(library: Policies, dtype: np.dtype) -> None:
 
 def segment_params(q: np.ndarray, k: np.ndarray, extents: tuple[int, int] = (0, 0)) -> bytes:
     """Segments of ids (batch, length)."""
-    return integers(q) + integers(k) + SEGMENTS.pack(strides(q)[0], strides(k)[0], *extents)
+    ids = (SEGMENT_IDS.pack(address(x), *strides(x)) for x in (q, k))
+    return b"".join(ids) + SEGMENTS.pack(*extents)
 
 
-@pytest.mark.parametrize("of_q", INTEGERS, ids=str)
-@pytest.mark.parametrize("of_k", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_segments_of_any_integers(
-    library: Policies, rng: np.random.Generator, of_q: np.dtype, of_k: np.dtype
+    library: Policies, rng: np.random.Generator, dtype: np.dtype
 ) -> None:
     """Also ids that differ in their high bits only, or in their sign."""
-    infos = [np.iinfo(dtype) for dtype in (of_q, of_k)]
-    least, greatest = max(info.min for info in infos), min(info.max for info in infos)
-    ids = np.array([0, 1, least, greatest, greatest // 2 + 1, greatest - 15], object)
-    q, k = (
-        ids[rng.integers(0, ids.size, (2, n))].astype(dtype) for n, dtype in ((7, of_q), (11, of_k))
-    )
+    least, greatest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    ids = np.array([0, 1, least, greatest, greatest // 2 + 1, greatest - 15], dtype)
+    q, k = (ids[rng.integers(0, ids.size, (2, n))] for n in (7, 11))
     for b in range(2):
-        dense = np.array([[int(x) == int(y) for y in k[b]] for x in q[b]])
-        params = segment_params(q, k)
-        assert_answers(library, "Segments", params, dense, exact=False, batch=b)
+        name, params = f"Segments{dtype.itemsize}", segment_params(q, k)
+        assert_answers(library, name, params, q[b][:, None] == k[b], exact=False, batch=b)
 
 
 def test_segments_of_strided_and_broadcast_ids(library: Policies, rng: np.random.Generator) -> None:
@@ -184,7 +190,7 @@ def test_segments_of_strided_and_broadcast_ids(library: Policies, rng: np.random
     for q, k in itertools.product(views, views):
         for b in range(3):
             dense = q[b][:, None] == k[b]
-            assert_answers(library, "Segments", segment_params(q, k), dense, exact=False, batch=b)
+            assert_answers(library, "Segments2", segment_params(q, k), dense, exact=False, batch=b)
 
 
 def inner(rng: np.random.Generator, x: np.ndarray, outside: Any) -> np.ndarray:
@@ -251,7 +257,7 @@ def test_nothing_is_read_beyond_lengths_and_arrays(
         np.testing.assert_array_equal(kept, clamped(seen[0, 0] != 0, *shape))
 
     q, k = (inner(rng, rng.integers(0, 2, (1, n)), 7) for n in (rows, columns))
-    kept = library.keep("Segments", segment_params(q, k, extents), lengths, shape)
+    kept = library.keep("Segments8", segment_params(q, k, extents), lengths, shape)
     np.testing.assert_array_equal(kept, clamped(q[0][:, None] == k[0], *shape))
 
 

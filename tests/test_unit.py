@@ -59,7 +59,7 @@ def test_includes_are_files_of_cuda() -> None:
 
 
 def test_every_type_that_is_named_is_included_once() -> None:
-    config = replace(Config(), mask="All<Band<false, true>, Segments, DenseMask>")
+    config = replace(Config(), mask="All<Band<false, true>, Segments<4>, DenseMask>")
     config = replace(config, t="Chain<Softcap, Bias<Float64>>")
     assert re.findall(r'#include "(.*)"', render("attention_fwd_sm80", config)) == [
         "scores/score.cuh",
@@ -77,6 +77,6 @@ def test_every_type_that_is_named_is_included_once() -> None:
 @pytest.mark.parametrize("left", [None, 3])
 @pytest.mark.parametrize("right", [None, 0])
 def test_the_mask_of_a_unit_is_that_of_the_problem(left: int | None, right: int | None) -> None:
-    unit = render("attention_fwd_sm80", replace(Config(), mask=Band(left, right).cuda_type))
+    unit = render("attention_fwd_sm80", replace(Config(), mask=Band(left, right).cuda_type()))
     flags = f"{str(left is not None).lower()}, {str(right is not None).lower()}"
     assert f"using Mask = Band<{flags}>;" in unit

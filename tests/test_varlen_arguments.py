@@ -202,6 +202,16 @@ def test_metadata_may_lie_on_the_host_and_nowhere_else() -> None:
             InvalidArgument,
             "`segment_ids[1]` must broadcast to (batch, len_k)",
         ),
+        (
+            {"segment_ids": (np.zeros((2, 5), "i4"), np.zeros((2, 7), "u4"))},
+            InvalidType,
+            "`segment_ids[1]` has dtype uint32 and `segment_ids[0]` int32: convert one to the",
+        ),
+        (
+            {"mask": Band(0) & Segments(np.zeros((2, 5), "i4"), np.zeros((2, 7), "i8"))},
+            InvalidType,
+            "`mask.parts[1].k` has dtype int64 and `mask.parts[1].q` int32: convert one to the",
+        ),
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, dict) else "",
 )  # fmt: skip
