@@ -93,8 +93,8 @@ SCORE(CapThenBias, Chain<Softcap, Bias<Float32>>)
 SCORE(BiasThenCap, Chain<Bias<Float32>, Softcap>)
 SCORE(ChainOfThree, Chain<Softcap, Alibi, Bias<Bfloat16>>)
 
-EXPORT void integers(const void *params, i64 from, int count, i64 low, i64 high, i64 *values, i64 *clipped) {
-  const Integers x = as<Integers>(params).from(from);
+EXPORT void integers(const void *params, int count, i64 low, i64 high, i64 *values, i64 *clipped) {
+  const Integers &x = as<Integers>(params);
   for (int i = 0; i < count; ++i) values[i] = x[i], clipped[i] = x.clipped(i, low, high);
 }
 

@@ -1,4 +1,4 @@
-// Integers of any width in global memory: lengths, bounds of sequences, ids.
+// Integers of any width in global memory: lengths, and bounds of sequences.
 #pragma once
 #include "device.cuh"
 
@@ -22,10 +22,5 @@ struct Integers {
     const i64 value = (*this)[i];
     if (value > high || (value < 0 && !is_signed)) return high;
     return value < low ? low : value;
-  }
-
-  // The integers that lie `elements` further on.
-  DEVICE Integers from(i64 elements) const {
-    return {static_cast<const char *>(x) + elements * bytes, stride, bytes, is_signed};
   }
 };
