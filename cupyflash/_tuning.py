@@ -95,14 +95,16 @@ HALF: Table = {
     96: (
         Tiles(4, 2, 64, 2, 2),
         Tiles(4, 2, 64, 2, 1),
-        Tiles(4, 2, 32, 2, 2, heavy=MANY),
-        Tiles(4, 2, 32, 2, 1, heavy=MANY),
+        Tiles(4, 2, 32, 2, 2, heavy=2),
+        Tiles(4, 2, 32, 2, 1, heavy=2),
+        Tiles(8, 1, 32, 2, 1, heavy=MANY),
     ),
     128: (
         Tiles(4, 2, 64, 2, 2),  # 381 363 344 278, FA2 342 302 309 236
         Tiles(4, 2, 48, 2, 1),  # 379 367 328 278 with two blocks; 64 keys spill on sm_80
-        Tiles(4, 2, 32, 2, 2, heavy=MANY),  # 334 329 291 259 without any
-        Tiles(4, 2, 32, 2, 1, heavy=MANY),
+        Tiles(4, 2, 32, 2, 2, heavy=2),  # 334 329 291 259 without any
+        Tiles(4, 2, 32, 2, 1, heavy=2),
+        Tiles(8, 1, 32, 2, 1, heavy=MANY),
     ),
     192: (Tiles(8, 1, 64, 2, 1, heavy=MANY), Tiles(4, 1, 32, 2, 1, heavy=MANY)),
     256: (
@@ -113,8 +115,9 @@ HALF: Table = {
     (64, 128): (
         Tiles(4, 2, 48, 2, 2),  # 64 keys spill
         Tiles(4, 2, 48, 2, 1),
-        Tiles(4, 2, 32, 2, 2, heavy=MANY),
-        Tiles(4, 2, 32, 2, 1, heavy=MANY),
+        Tiles(4, 2, 32, 2, 2, heavy=2),
+        Tiles(4, 2, 32, 2, 1, heavy=2),
+        Tiles(8, 1, 32, 2, 1, heavy=MANY),
     ),
 }
 # fp32 as three bfloat16 planes. TFLOP/s as above, and memory-efficient attention in the same run.

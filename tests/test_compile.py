@@ -8,14 +8,15 @@ between versions of NVRTC: a pass holds for the version that made it, which pypr
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyflash import _jit, _tuning_sm90
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
-from cupyflash._kernels import KERNELS, Kernel
-from cupyflash._problem import Operands, Problem
+from cupyflash._kernels import FORWARD_SM80, KERNELS, Kernel
+from cupyflash._problem import Operands, Problem, describe, forms
 from cupyflash._tuning import HEAD_DIMS, UNEQUAL
-from cupyflash.masks import Band
+from cupyflash.masks import Band, PrefixLM, Segments
 
 pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
 
@@ -65,17 +66,75 @@ def operands(problem: Problem) -> Operands:
         (p.batch, p.len_q, p.heads_q, p.head_dim_v),
     )
     dtypes = (p.dtype, p.dtype, p.dtype, p.output_dtype)
-    return Operands(
-        *(
-            Array(0, shape, contiguous_strides(shape), dtype, 0, "no", False, None)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
-    )
+    return Operands(*map(array, shapes, dtypes))
+
+
+def array(shape: tuple[int, ...], dtype: str) -> Array:
+    return Array(0, shape, contiguous_strides(shape), dtype, 0, "no", False, None)
 
 
 def narrow(dtype: str) -> list[int]:
     """Return the widths of an access, in bytes, that are less than the widest."""
     return [width for width in (2, 4, 8) if width >= ITEMSIZES[dtype]]
+
+
+LENGTH, IDS = 300, np.zeros((2, 300), np.int32)
+# Options of a call, each alone; of arrays the shape and dtype.
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": ((4,), "float32")},
+    "bias": {"attn_bias": ((2, 4, LENGTH, LENGTH), "bfloat16")},
+    "bias_fp64": {"attn_bias": ((2, 4, LENGTH, LENGTH), "float64")},
+    "mask": {"attn_mask": ((2, 4, LENGTH, LENGTH), "bool")},
+    "prefix": {"mask": PrefixLM(IDS[:, 0])},
+    "segments": {"mask": Segments(IDS)},
+    "sink": {"learnable_sink": ((4,), "float16")},
+    "dropout": {"dropout_p": 0.1, "rng_state": (1, 2)},
+    "used": dict.fromkeys(("seqused_q", "seqused_k"), ((2,), "int32")),
+    "packed": dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((3,), "int32")),
+}
+ALL = tuple(name for name in MODIFIERS if name != "bias_fp64")
+PAIRS = (("bias", "dropout"), ("bias", "mask"), ("alibi", "dropout"), ("segments", "dropout"))
+
+
+def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> Any:
+    """Describe a causal call with modifiers."""
+    shape = (600, 4, head_dim) if "packed" in names else (2, LENGTH, 4, head_dim)
+    arrays = {name: array(shape, dtype) for name in "qkv"}
+    options: dict[str, Any] = {"causal": True}
+    parts = [MODIFIERS[name]["mask"] for name in names if "mask" in MODIFIERS[name]]
+    mask = parts[0] if len(parts) == 1 else parts[0] & parts[1] if parts else None
+    found, ids = forms(mask)
+    arrays |= {name: array(x.shape, x.dtype.name) for name, x in ids.items()}
+    for name in names:
+        for option, value in MODIFIERS[name].items():
+            if isinstance(value, tuple) and isinstance(value[0], tuple):
+                arrays[option] = array(*value)
+            elif option != "mask":
+                options[option] = value
+    return describe(arrays, arch=arch, masks=found, **options)
+
+
+def modified_gate() -> list[Any]:
+    """Modifiers alone and in pairs, on one architecture after the other; all of them on each."""
+    archs = itertools.cycle(SHARED)
+    calls = [
+        (next(archs), dtype, head_dim, (name,))
+        for dtype, head_dim in itertools.product(("bfloat16", "float32"), (64, 128))
+        for name in MODIFIERS
+    ]
+    calls += [
+        (next(archs), "bfloat16", head_dim, pair)
+        for head_dim, pair in itertools.product(HEAD_DIMS, PAIRS)
+    ]
+    calls += [(arch, "bfloat16", dim, ALL) for arch, dim in itertools.product(SHARED, (64, 128))]
+    calls += [(90, dtype, dim, ALL) for dtype in ("float16", "float32") for dim in HEAD_DIMS]
+    return [
+        pytest.param(row, *call, id="-".join(map(str, (row.name, *call[:3], "+".join(call[3])))))
+        for row in (FORWARD_SM80,)
+        for call in calls
+        if row.refusal(modified(*call)[0]) is None
+    ]
 
 
 def label(row: Kernel, problem: Problem) -> str:
@@ -108,10 +167,21 @@ def gate() -> list[Any]:
 
 @pytest.mark.parametrize(("row", "problem"), gate())
 def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Problem) -> None:
+    assert_fits(row, problem, operands(problem))
+
+
+@pytest.mark.parametrize(("row", "arch", "dtype", "head_dim", "names"), modified_gate())
+def test_a_kernel_with_modifiers_does_too(
+    row: Kernel, arch: int, dtype: str, head_dim: int, names: tuple[str, ...]
+) -> None:
+    assert_fits(row, *modified(arch, dtype, head_dim, names))
+
+
+def assert_fits(row: Kernel, problem: Problem, operands: Operands) -> None:
     assert row.config is not None
     assert problem.arch is not None
     assert row.launch is not None
-    launch, config = row.launch(problem, operands(problem)), row.config(problem)
+    launch, config = row.launch(problem, operands), row.config(problem)
     cubin = _jit.compile(launch.unit, launch.symbol, launch.arch)
     used = cubin.resources
     assert cubin.log == ""
