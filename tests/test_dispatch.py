@@ -113,6 +113,7 @@ def test_every_row_gives_its_reason(changes: dict[str, Any], words: str) -> None
             {"dtype": "float8_e4m3fn", "packed": True},
             "needs sequences of one length, all in use, where elements are float8_e4m3fn",
         ),
+        ({"packed": True, "batch": 0}, "needs a sequence, got none"),
         ({"dtype": "float8_e5m2", "modifiers": ("seqused_q",)}, "needs sequences of one length"),
         ({"dtype": "float8_e5m2", "modifiers": ("seqused_k",)}, "needs sequences of one length"),
         ({"head_dim": 0, "head_dim_v": 64}, "needs head_dim from 8 to 256 in steps of 8, got 0"),
