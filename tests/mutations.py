@@ -6,19 +6,25 @@ says, or WRONG where the faulty kernel runs and only its result tells.
 
 from typing import Any, NamedTuple
 
-from cases import Case
+from cases import Case, Modified
 
 WRONG = "wrong result"
 
 KERNEL = "kernels/attention_fwd_sm80.cu"
 LOAD, FRAGMENT, SOFTMAX = "tile/load.cuh", "tile/fragment.cuh", "tile/softmax.cuh"
 TILE, TYPES, WORK, BAND = "tile/smem.cuh", "tile/types.cuh", "tile/work.cuh", "masks/band.cuh"
+PLACE, DROP = "tile/place.cuh", "tile/drop.cuh"
 
 
 def case(len_q: int, len_k: int, dims: Any = 64, dtype: str = "float16", **options: Any) -> Case:
     """Return a problem of two heads that share K and V; one dimension is that of V too."""
     dim, dim_v = dims if isinstance(dims, tuple) else (dims, dims)
     return Case(len_q, len_k, dim, dim_v, dtype, heads_q=2, heads_k=1, **options)
+
+
+def modified(*names: str, dims: Any = (64, 64), dtype: str = "float16", **options: Any) -> Modified:
+    """Return the same with modifiers."""
+    return Modified(150, 70, *dims, dtype, heads_q=2, heads_k=1, modifiers=names, **options)
 
 
 # The problems that show the faults: each is small, and right without them.
@@ -41,6 +47,14 @@ PROBLEMS = {
     "batch": Case(20, 20, 16, 16, "float16", batch=2, heads_q=4, heads_k=2),
     "many heads": Case(20, 20, 16, 16, "float16", batch=2, heads_q=11, heads_k=11),
     "fp32": case(70, 130, dtype="float32", causal=True),
+    "lengths in use": modified("used_q", "used_k", batch=3),
+    "alibi": modified("alibi_batch", batch=2),
+    "dropout": modified("dropout"),
+    "fp32, dropout": modified("dropout", dims=(192, 192), dtype="float32"),
+    "sink": modified("sink", causal=True),
+    "packed": Modified.varlen(
+        ((70, 90), (0, 3), (150, 40), (5, 9)), 64, 64, "float16", heads_q=2, heads_k=1, tail=150
+    ),
 }
 
 
@@ -145,14 +159,15 @@ MEMORY = (
         "if (present) ptx::cp_async<WIDTH>(ptx::smem_address(to), from, present);",
         "causal", WRONG),
     Mutation("rows are stored past the last", KERNEL,
-        "const int rows = min(p.len_q - q_begin - warp_q, WARP_Q);", "const int rows = WARP_Q;",
+        "const int rows = min(place.q.extent - place.q_begin - warp_q, WARP_Q);",
+        "const int rows = WARP_Q;",
         "causal", "a store of 16 bytes at out +1"),
     Mutation("one row is stored past the last", KERNEL,
-        "const int rows = min(p.len_q - q_begin - warp_q, WARP_Q);",
-        "const int rows = min(p.len_q - q_begin - warp_q + 1, WARP_Q);",
+        "const int rows = min(place.q.extent - place.q_begin - warp_q, WARP_Q);",
+        "const int rows = min(place.q.extent - place.q_begin - warp_q + 1, WARP_Q);",
         "causal", "a store of "),
     Mutation("rows are stored one too far", LOAD,
-        "target + row * stride + column", "target + (row + 1) * stride + column",
+        "*to = target + row * stride + column", "*to = target + (row + 1) * stride + column",
         "causal", "a store of 16 bytes at out +1"),
     Mutation("columns are stored past the last", LOAD,
         "if (column < columns) *reinterpret", "*reinterpret",
@@ -190,16 +205,17 @@ LAYOUT = (
         "const i64 row = ptx::opaque(p.v_row);", "const i64 row = ptx::opaque(p.k_row);",
         "unequal head dims", "cp.async of 16 bytes at v"),
     Mutation("query heads of a group read another head of K", KERNEL,
-        "work.head / (p.heads_q / p.heads_k)", "work.head % p.heads_k", "batch", WRONG),
+        "place.head / (p.heads_q / p.heads_k)", "place.head % p.heads_k", "batch", WRONG),
     Mutation("every batch entry reads the first one's K", KERNEL,
-        "p.k + work.batch * p.k_batch", "p.k", "batch", WRONG),
+        "p.k + start_of<Sequences>(place.k, place.batch, p.k_batch, p.k_row)", "p.k",
+        "batch", WRONG),
     Mutation("a group of heads begins at the wrong head", WORK,
         "const u32 first = block / per_group * group", "const u32 first = block / per_group",
         "many heads", WRONG),
 )
 ARITHMETIC = (
     Mutation("O is not initialised", KERNEL,
-        "  softmax.reset();\n  o.zero();", "  softmax.reset();", "causal", WRONG),
+        "  Output o;\n  o.zero();", "  Output o;", "causal", WRONG),
     Mutation("S is not initialised", FRAGMENT,
         "  s.zero();\n  low.zero();", "  low.zero();", "causal", WRONG),
     Mutation("O is not rescaled", SOFTMAX,
@@ -212,14 +228,14 @@ ARITHMETIC = (
     Mutation("the sum is that of two lanes of four", SOFTMAX,
         "      l[r] += ptx::shfl_xor(l[r], 2);\n", "", "causal", WRONG),
     Mutation("-inf is subtracted from -inf", SOFTMAX,
-        "m[r] == -INFINITE ? 0.0f : m[r]", "m[r]", "rows without keys", WRONG),
+        "m[r] = -LARGEST", "m[r] = -INFINITE", "rows without keys", WRONG),
     Mutation("a sum of nothing is divided by", SOFTMAX,
-        "l[r] == 0.0f ? 0.0f : 1.0f / l[r]", "1.0f / l[r]", "rows without keys", WRONG),
+        "l[r] == 0.0f ? 0.0f : shrink / total", "shrink / total", "rows without keys", WRONG),
     Mutation("the LSE stays in base 2", SOFTMAX, "* LN_2;", ";", "causal", WRONG),
-    Mutation("the scale is forgotten", SOFTMAX, "factor = c;", "factor = 1.0f;", "causal", WRONG),
+    Mutation("the scale is forgotten", SOFTMAX,
+        "ptx::fma(score, c, -", "ptx::fma(score, 1.0f, -", "causal", WRONG),
     Mutation("a negative scale is not applied before the maximum", KERNEL,
-        "if constexpr (!Config::POSITIVE_SCALE) s.each", "if constexpr (false) s.each",
-        "negative scale", WRONG),
+        "Score::IDENTITY && Config::POSITIVE_SCALE", "Score::IDENTITY", "negative scale", WRONG),
     Mutation("fp32: only the leading planes are multiplied", FRAGMENT,
         "for (int order = T::PLANES - 1; order >= 0; --order)",
         "for (int order = 0; order >= 0; --order)", "fp32", WRONG),
@@ -240,9 +256,9 @@ MASKS = (
     Mutation("no pair is ever hidden", KERNEL,
         "if (!whole) hide", "if (false) hide", "causal", WRONG),
     Mutation("a block past the last key counts as whole", KERNEL,
-        "key_end <= p.len_k && mask.whole", "mask.whole", "full", WRONG),
+        "key_end <= keys_used && mask.whole", "mask.whole", "full", WRONG),
     Mutation("keys past the last are not hidden", KERNEL,
-        "key >= p.len_k || !mask", "!mask", "full", WRONG),
+        "key >= len_k || !mask", "!mask", "full", WRONG),
     Mutation("the range of keys ends one early", BAND,
         "q_end + upper : len_k;", "q_end + upper - 1 : len_k;",
         "causal, one key beyond a block", WRONG),
@@ -258,5 +274,44 @@ MASKS = (
     Mutation("the first key block is not walked", KERNEL,
         "key >= first(); key", "key > first(); key", "causal", WRONG),
 )
+MODIFIERS = (
+    Mutation("rows that are not in use keep what was computed", KERNEL,
+        "if constexpr (Sequences::VARIES) clear", "if constexpr (false) clear",
+        "lengths in use", WRONG),
+    Mutation("tiles of which no row is in use are not written", KERNEL,
+        "return store_nothing(p, place, threadIdx.x);", "return;", "packed", WRONG),
+    Mutation("keys beyond those in use count", KERNEL,
+        "? shared.place.k.length : p.len_k", "? p.len_k : p.len_k", "lengths in use", WRONG),
+    Mutation("positions are those of the tile", KERNEL,
+        "q + Scores::row(r, lane), k + Scores::column(c, lane));\n  });",
+        "Scores::row(r, lane), k + Scores::column(c, lane));\n  });", "alibi", WRONG),
+    Mutation("scores are modified before they are scaled", KERNEL,
+        "score.apply(x * p.scale, ", "p.scale * score.apply(x, ", "alibi", WRONG),
+    Mutation("every sequence has the modifiers of the first", KERNEL,
+        "const Score score(p.score, shared.place.batch,", "const Score score(p.score, 0,",
+        "alibi", WRONG),
+    Mutation("neighbouring columns share a draw", DROP,
+        "k + first + p.column(odd, lane), x", "k + first + p.column(0, lane), x",
+        "dropout", WRONG),
+    Mutation("half a draw is the other half", DROP,
+        "(k + first) % 32 != 0", "(k + first) % 32 == 0", "fp32, dropout", WRONG),
+    Mutation("weights are dropped before they are summed", KERNEL,
+        "softmax.weigh(s, first, STEP);\n          drop<STEP>(s, dropout, warp_q, key, first, "
+        "ptx::lane());",
+        "drop<STEP>(s, dropout, warp_q, key, first, ptx::lane());\n          "
+        "softmax.weigh(s, first, STEP);", "dropout", WRONG),
+    Mutation("what dropout leaves is not rescaled", SOFTMAX,
+        "shrink / total * factor", "shrink / total", "dropout", WRONG),
+    Mutation("the sink is in the sum of O alone", SOFTMAX,
+        "reference + ptx::lg2(total)", "reference + ptx::lg2(l[r])", "sink", WRONG),
+    Mutation("a row that sees no key has no sink", SOFTMAX,
+        "l[r] == 0.0f ? sink.logit : lse[r]", "l[r] == 0.0f ? -INFINITE : lse[r]", "sink", WRONG),
+    Mutation("a sequence has as many slots as whole tiles", PLACE,
+        "/ BLOCK_Q) + i;", "/ BLOCK_Q);", "packed", WRONG),
+    Mutation("tiles are those of the sequence before", PLACE,
+        "i <= batch ? i - 1 : i;", "i <= batch ? (i > 1 ? i - 2 : 0) : i;", "packed", WRONG),
+    Mutation("the search looks at one lane's place", WORK,
+        "best = other > best ? other : best;", "best = best;", "packed", "have exited"),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS
+ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS

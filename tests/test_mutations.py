@@ -7,7 +7,7 @@ import mutations
 import mutations_sm90
 import pytest
 from emulated import SEEDS_OF, needs_compiler, run
-from harness import GPU_KERNEL, HOPPER
+from harness import GPU_KERNEL, HOPPER, hosted
 from mutations import WRONG, Mutation
 
 import cupyflash
@@ -49,7 +49,7 @@ def reported(kernel: str, problem: str, seed: int) -> str:
         out, lse = run(q, k, v, kernel=kernel, seed=seed, **case.options)
     except cupyflash.KernelFault as fault:
         return str(fault)
-    verdict = _accuracy.verdict(out, lse, q.host, k.host, v.host, **case.options)
+    verdict = _accuracy.verdict(out, lse, q.host, k.host, v.host, **hosted(case.options))
     return "" if verdict.ok else f"{WRONG}: {verdict.message}"
 
 
