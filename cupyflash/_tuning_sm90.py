@@ -16,6 +16,7 @@ __all__ = [
 HEAD_DIMS = (64, 96, 128, 192, 256)
 PANEL = 128  # bytes of a row of a panel in shared memory
 KEPT = 1024  # bytes of shared memory for what modifies the scores of the tiles under way
+SMALL_MASK = 16  # bytes of a mask that registers hold
 DRAWN = 32  # keys that one draw of random bits reaches over
 
 
@@ -100,6 +101,21 @@ EIGHT: Table = {
     (128, 128): Tiles(96, 3, 3, 2, 1, landings=2, parking=4),  # 2 consumers: 160 keys 681, 128 649
     (256, 256): Tiles(96, 2, 2, 2, 1, turns=True, landings=2),  # 925 (no turns 893)
 }
+# Where registers also hold what several modifiers, a bias or a mask of arrays need.
+HALF_HEAVY: Table = {
+    (64, 64): Tiles(64, 3, 6, 6, 2),
+    (96, 96): Tiles(64, 2, 4, 4, 2),
+    (128, 128): Tiles(64, 2, 4, 4, 2),
+    (64, 128): Tiles(64, 2, 4, 4, 2),
+    (192, 128): Tiles(64, 2, 3, 3, 2),
+    (192, 192): Tiles(32, 2, 4, 4, 1),
+    (256, 256): Tiles(32, 2, 4, 4, 1),
+}
+EIGHT_HEAVY: Table = {
+    (64, 64): Tiles(64, 2, 4, 3, 1, landings=3, parking=8),
+    (128, 128): Tiles(64, 2, 3, 2, 1, landings=2, parking=8),
+    (256, 256): Tiles(64, 2, 2, 2, 1, landings=2),
+}
 TYPES = {
     "float16": "Float16",
     "bfloat16": "Bfloat16",
@@ -135,6 +151,13 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> in
     return q + k + tiles.v_stages * transposed + landing + parked + 1024
 
 
+def _is_heavy(policies: Policies) -> bool:
+    """Return whether the policies of a kernel need registers that larger tiles do not leave."""
+    modifies = policies.score != "Identity"
+    several = policies.score.startswith("Chain") or (modifies and policies.dropout != "KeepAll")
+    return several or "Bias" in policies.score or policies.mask_bytes > SMALL_MASK
+
+
 def row_bytes(size: int) -> int:
     """Return the bytes of a tile's row of so many, in whole panels."""
     return -(-size // PANEL) * PANEL
@@ -166,11 +189,14 @@ def forward_sm90(
     """
     dims = head_dim_classes(dtype, head_dim, head_dim_v)
     assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
-    table = EIGHT if ITEMSIZES[dtype] == 1 else HALF
+    eight = ITEMSIZES[dtype] == 1
+    heavy = _is_heavy(policies) or (eight and policies.dropout != "KeepAll")
+    table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
         tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
-    plain = (policies.score, policies.dropout) == ("Identity", "KeepAll")
+    small = policies.mask_bytes <= SMALL_MASK
+    plain = small and (policies.score, policies.dropout) == ("Identity", "KeepAll")
     return ForwardSm90(
         t=TYPES[dtype],
         mask=policies.mask,

@@ -5,8 +5,8 @@
 // weighs the scores of one key block, the tensor cores multiply the weights of the block before with V, and its last
 // block's with the first block of its next tile.
 //
-// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES, Q_BUFFERS, TURNS (consumers
-// issue their products in turn), LANDINGS, PARKING, PARAMS_BYTES, SMEM_BYTES.
+// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES,
+// Q_BUFFERS, TURNS (consumers issue their products in turn), LANDINGS, PARKING, PARAMS_BYTES, SMEM_BYTES.
 #include "ptx/group.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"

@@ -20,7 +20,7 @@ struct All {
   DEVICE bool whole(int q, int q_end, int k, int k_end) const {
     return first.whole(q, q_end, k, k_end) && others.whole(q, q_end, k, k_end);
   }
-  DEVICE bool keep(int q, int k) const { return first.keep(q, k) && others.keep(q, k); }
+  DEVICE bool keep(int q, int k) const { return first.keep(q, k) & others.keep(q, k); }
 
  private:
   DEVICE static Range common(const Range &a, const Range &b) {

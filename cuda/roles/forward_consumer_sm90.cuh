@@ -87,11 +87,20 @@ struct Consumer {
   }
 
   // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
-  DEVICE void hide(const Tile &at, const Mask &mask, int row, int key) {
+  DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
     const u32 lane = ptx::lane();
+    const int keys = len_k(p, at);
+    const auto hidden = [&](int r, int c) {
+      return !mask.keep(row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
+    };
+    if constexpr (!SMALL_MASK) {
+#pragma unroll
+      for (int first = 0; first < BLOCK_K; first += COLUMNS)  // see modify
+        if (key + first < keys)
+          s.each([&](float &score, int r, int c) { score = hidden(r, c) ? -INFINITE : score; }, first, COLUMNS);
+    }
     s.each([&](float &score, int r, int c) {
-      const int column = key + s.column(c, lane);
-      if (column >= len_k(p, at) || !mask.keep(row + warp * 16 + s.row(r, lane), column)) score = -INFINITE;
+      if (key + s.column(c, lane) >= keys || (SMALL_MASK && hidden(r, c))) score = -INFINITE;
     });
   }
 
@@ -100,26 +109,33 @@ struct Consumer {
   DEVICE float factor() const { return FP8 ? scale : p.scale; }
   DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
   DEVICE float c() const { return !Score::IDENTITY ? LOG2_E : apart() ? 1.0f : factor(); }
-  DEVICE void modify(const Score &modifier, int row, int key) {
+  DEVICE void modify(const Score modifier, int keys, int row, int key) {
     if constexpr (Score::IDENTITY) {
       if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
     } else {
+      // Some columns at a time, which a branch keeps apart: of all at once there are more than registers.
       const u32 lane = ptx::lane();
-      s.each([&](float &score, int r, int c) {
-        score = modifier.apply(score * factor(), row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
-      });
+#pragma unroll
+      for (int first = 0; first < BLOCK_K; first += COLUMNS)
+        if (key + first < keys)
+          s.each(
+              [&](float &score, int r, int c) {
+                score = modifier.apply(score * factor(), row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
+              },
+              first, COLUMNS);
     }
   }
 
   // Drops weights of the block, each thread's eight at a time.
   template <class D>
-  DEVICE void drop(const D &dropout, int row, int key) {
+  DEVICE void drop(const D dropout, int keys, int row, int key) {
     if constexpr (D::DROPS) {
       const u32 lane = ptx::lane();
       const int q = row + warp * 16 + s.row(0, lane);
 #pragma unroll
       for (int i = 0; i < BLOCK_K / 16; ++i) {
         const int n = i / 2 * 32, odd = i % 2;
+        if (key + n >= keys) continue;  // as in modify
         u32 bits[4];
         dropout.draw(q, key + s.column(n + odd, lane), bits);
 #pragma unroll
@@ -137,9 +153,9 @@ struct Consumer {
   }
 
   // The scores of this block of K once more, for one warp.
-  DEVICE void rescore(const Score &modifier, int row, u32 slot, int key) {
+  DEVICE void rescore(const Score &modifier, int keys, int row, u32 slot, int key) {
     ::rescore<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile(), warp, ptx::lane());
-    modify(modifier, row, key);
+    modify(modifier, keys, row, key);
   }
 
   // Issue S = Q K^T of the next block of K, and O += P V of the next block of V.
@@ -199,10 +215,10 @@ struct Consumer {
       release_k();
       if (!STAGED && only) release_q(slot);
       if constexpr (FP8) scale = here.scale;
-      modify(modifiers.score, row, key);
+      modify(modifiers.score, len_k(p, here), row, key);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       softmax.meet(s, c());
-      drop(modifiers.dropout, row, key);
+      drop(modifiers.dropout, len_k(p, here), row, key);
     }
     ptx::wgmma_wait<0>();
     weights.pack(s);
@@ -221,15 +237,15 @@ struct Consumer {
   DEVICE void step(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool final) {
     issue_both(slot);
     ptx::wgmma_wait<1>();
-    modify(modifiers.score, row, key);
+    modify(modifiers.score, len_k(p, here), row, key);
     if constexpr (MASKED || FP8) {  // 8-bit weights have no room for a guess
       if constexpr (MASKED) hide(here, modifiers.mask, row, key);
       softmax.meet(s, c());
     } else if (!softmax.settled || !softmax.guess(s, c())) {
-      if (softmax.settled) rescore(modifiers.score, row, slot, key);
+      if (softmax.settled) rescore(modifiers.score, len_k(p, here), row, slot, key);
       softmax.meet(s, c());
     }
-    drop(modifiers.dropout, row, key);
+    drop(modifiers.dropout, len_k(p, here), row, key);
     release_k();
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();

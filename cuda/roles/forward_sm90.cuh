@@ -27,7 +27,8 @@ constexpr int K_STAGES = Config::K_STAGES, V_STAGES = Config::V_STAGES, Q_BUFFER
 constexpr bool STAGED = Q_BUFFERS > 1 && HEAD_DIM_V <= HEAD_DIM && !FP8;  // O leaves through the Q that it came from
 constexpr int LANDINGS = Config::LANDINGS;                                // blocks of V on their way to be transposed
 constexpr int PARKING = Config::PARKING;  // key blocks between two parkings of O, see tile/fp8.cuh; 0: none
-constexpr bool PLAIN = Score::IDENTITY && !Dropout::DROPS;  // nothing acts on the scores but the mask
+// Nothing acts on the scores but a mask of few numbers.
+constexpr bool SMALL_MASK = sizeof(Mask) <= 16, PLAIN = Score::IDENTITY && !Dropout::DROPS && SMALL_MASK;
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
 static_assert(BLOCK_K % Wgmma<T>::K == 0, "key blocks are whole products");
 static_assert(!Dropout::DROPS || BLOCK_K % 32 == 0, "random bits come for 32 keys at a time");
@@ -115,7 +116,8 @@ struct Modifiers {
 };
 
 constexpr int NONE = -1;
-constexpr u32 FIRST_TURN = 1;  // of the named barriers
+constexpr int COLUMNS = HEAD_DIM > 192 ? 8 : 16;  // of S that are modified at a time
+constexpr u32 FIRST_TURN = 1;                     // of the named barriers
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr int TILES = 4;  // those of the Q in buffers, the one before, whose O is stored, and the next
 

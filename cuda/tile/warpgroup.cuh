@@ -46,11 +46,12 @@ template <int N>
 struct Accumulator {
   float x[N / 2];
 
-  // f(value, row, column): row 0 or 1 of this thread's, column from the accumulator's first column (lane 0's share).
+  // f(value, row, column): row 0 or 1 of this thread's, column from the accumulator's first column (lane 0's share);
+  // in columns [first, first + columns), multiples of 8.
   template <class F>
-  DEVICE void each(F f) {
+  DEVICE void each(F f, int first = 0, int columns = N) {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) f(x[i], i / 2 % 2, i / 4 * 8 + i % 2);
+    for (int i = first / 2; i < (first + columns) / 2; ++i) f(x[i], i / 2 % 2, i / 4 * 8 + i % 2);
   }
 
   DEVICE void zero() {
