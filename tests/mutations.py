@@ -47,7 +47,7 @@ PROBLEMS = {
     "batch": Case(20, 20, 16, 16, "float16", batch=2, heads_q=4, heads_k=2),
     "many heads": Case(20, 20, 16, 16, "float16", batch=2, heads_q=11, heads_k=11),
     "fp32": case(70, 130, dtype="float32", causal=True),
-    "lengths in use": modified("used_q", "used_k", batch=3),
+    "lengths in use": modified("used_q", "used_k", batch=5),
     "alibi": modified("alibi_batch", batch=2),
     "dropout": modified("dropout"),
     "fp32, dropout": modified("dropout", dims=(192, 192), dtype="float32"),
