@@ -13,7 +13,7 @@ import pytest
 
 from cupyflash import _jit, _tuning_sm90
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
-from cupyflash._kernels import FORWARD_SM80, KERNELS, Kernel
+from cupyflash._kernels import FORWARD_SM80, FORWARD_SM90, KERNELS, Kernel
 from cupyflash._problem import Operands, Problem, describe, forms
 from cupyflash._tuning import HEAD_DIMS, UNEQUAL
 from cupyflash.masks import Band, PrefixLM, Segments
@@ -78,7 +78,7 @@ def narrow(dtype: str) -> list[int]:
     return [width for width in (2, 4, 8) if width >= ITEMSIZES[dtype]]
 
 
-LENGTH, IDS = 300, np.zeros((2, 300), np.int32)
+LENGTH, IDS = 600, np.zeros((2, 600), np.int32)  # more than those that have tiles of their own
 # Options of a call, each alone; of arrays the shape and dtype.
 MODIFIERS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 30.0},
@@ -99,7 +99,7 @@ PAIRS = (("bias", "dropout"), ("bias", "mask"), ("alibi", "dropout"), ("segments
 
 def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> Any:
     """Describe a causal call with modifiers."""
-    shape = (600, 4, head_dim) if "packed" in names else (2, LENGTH, 4, head_dim)
+    shape = (2 * LENGTH, 4, head_dim) if "packed" in names else (2, LENGTH, 4, head_dim)
     arrays = {name: array(shape, dtype) for name in "qkv"}
     options: dict[str, Any] = {"causal": True}
     parts = [MODIFIERS[name]["mask"] for name in names if "mask" in MODIFIERS[name]]
@@ -116,7 +116,10 @@ def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> An
 
 
 def modified_gate() -> list[Any]:
-    """Modifiers alone and in pairs, on one architecture after the other; all of them on each."""
+    """Modifiers alone and in pairs, on one architecture after the other; all of them on each.
+
+    Those of Hopper's kernel alone at one head dim, and all of them.
+    """
     archs = itertools.cycle(SHARED)
     calls = [
         (next(archs), dtype, head_dim, (name,))
@@ -129,11 +132,14 @@ def modified_gate() -> list[Any]:
     ]
     calls += [(arch, "bfloat16", dim, ALL) for arch, dim in itertools.product(SHARED, (64, 128))]
     calls += [(90, dtype, dim, ALL) for dtype in ("float16", "float32") for dim in HEAD_DIMS]
+    hopper = [(90, "bfloat16", 128, (name,)) for name in MODIFIERS]
+    hopper += [(90, "bfloat16", head_dim, ALL) for head_dim in (64, 128, 256)]
+    dense = tuple(name for name in ALL if name not in ("used", "packed"))
+    hopper += [(90, "float8_e4m3fn", head_dim, dense) for head_dim in (64, 128, 256)]
     return [
         pytest.param(row, *call, id="-".join(map(str, (row.name, *call[:3], "+".join(call[3])))))
-        for row in (FORWARD_SM80,)
-        for call in calls
-        if row.refusal(modified(*call)[0]) is None
+        for row, several in ((FORWARD_SM80, calls), (FORWARD_SM90, hopper))
+        for call in several
     ]
 
 
@@ -174,7 +180,9 @@ def test_a_kernel_compiles_without_a_remark_and_fits(row: Kernel, problem: Probl
 def test_a_kernel_with_modifiers_does_too(
     row: Kernel, arch: int, dtype: str, head_dim: int, names: tuple[str, ...]
 ) -> None:
-    assert_fits(row, *modified(arch, dtype, head_dim, names))
+    problem, operands = modified(arch, dtype, head_dim, names)
+    assert row.refusal(problem) is None
+    assert_fits(row, problem, operands)
 
 
 def assert_fits(row: Kernel, problem: Problem, operands: Operands) -> None:
