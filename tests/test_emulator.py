@@ -89,8 +89,8 @@ def test_kernels_of_the_host_are_taken_where_they_are_named() -> None:
 def test_what_no_kernel_takes_is_refused_with_every_reason() -> None:
     q, k, v = arrays(1, 3, 1, 16)
     with cupyflash.emulate():
-        with pytest.raises(cupyflash.UnsupportedProblem, match="does not take `softcap`"):
-            cupyflash.attention(q, k, v, softcap=3.0)
+        with pytest.raises(cupyflash.UnsupportedProblem, match="head_dim <= 256, got 257"):
+            cupyflash.attention(*(np.zeros((1, 3, 1, 257), np.float16) for _ in "qkv"))
         with pytest.raises(cupyflash.UnsupportedProblem, match="got float64"):
             cupyflash.attention(*(x.astype(np.float64) for x in (q, k, v)))
     with (
