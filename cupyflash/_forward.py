@@ -46,6 +46,8 @@ def refuse_lengths(problem: Problem) -> str | None:
 
 def tiles(problem: Problem, block_q: int) -> int:
     """Return how many tiles of so many rows the output has, at most where sequences are packed."""
+    if problem.empty:
+        return 0
     if problem.packed:  # each sequence may begin a tile, so may the rows before and after them
         return (problem.len_q // block_q + problem.batch + 2) * problem.heads_q
     return -(-problem.len_q // block_q) * problem.batch * problem.heads_q
