@@ -25,6 +25,16 @@ def inputs(len_q: int, len_k: int, *, batch: int = 1, heads: int = 2, dim: int =
     return q, normal(1, batch, len_k, heads, dim), normal(2, batch, len_k, heads, dim)
 
 
+def assert_same(kernel: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    """Assert that two results are equal, on a GPU but for the last bits.
+
+    There some modifiers have tiles of their own, and a warp chooses between two sums for its rows.
+    """
+    tolerance = 0 if kernel == "cpu" else 2e-3
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("case", MODIFIED, ids=lambda case: case.id)
 def test_case(kernel: str, case: Modified) -> None:
     check(kernel, *case.arrays(), **case.options)
@@ -86,11 +96,10 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does(kernel: str) -> None:
     mask = np.random.default_rng(5).random((70, 130)) < 0.5
     mask[9] = False
     bias = np.where(mask, 0, -np.inf).astype(np.float16)
-    out, lse = check(kernel, *arrays, attn_bias=bias)
-    expected = run(kernel, *arrays, attn_bias=np.zeros_like(bias), attn_mask=mask)
-    assert not out[:, 9].any()
-    np.testing.assert_array_equal(out, expected[0])
-    np.testing.assert_array_equal(lse, expected[1])
+    result = check(kernel, *arrays, attn_bias=bias)
+    assert not result[0][:, 9].any()
+    masked = run(kernel, *arrays, attn_bias=np.zeros_like(bias), attn_mask=mask)
+    assert_same(kernel, result, masked)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -196,11 +205,10 @@ def test_a_prefix_of_any_length(kernel: str, prefix: int, alignment: str) -> Non
 
 def test_a_prefix_of_everything_is_no_mask_and_one_of_nothing_is_causal(kernel: str) -> None:
     arrays = inputs(70, 90, batch=2)
-    out, _ = run(kernel, *arrays, mask=PrefixLM(np.array([90, 0])))
-    full, _ = run(kernel, *arrays)
-    causal, _ = run(kernel, *arrays, causal=True)
-    np.testing.assert_array_equal(out[0], full[0])
-    np.testing.assert_array_equal(out[1], causal[1])
+    out, lse = run(kernel, *arrays, mask=PrefixLM(np.array([90, 0])))
+    for entry, options in enumerate(({}, {"causal": True})):
+        expected = run(kernel, *arrays, **options)
+        assert_same(kernel, (out[entry], lse[entry]), (expected[0][entry], expected[1][entry]))
 
 
 # Order and values of the modifiers
@@ -305,10 +313,10 @@ def test_dropout_leaves_the_lse_and_of_nothing_is_none(kernel: str) -> None:
     for p in (0.0, 2**-18):
         assert all(map(same_bits, run(kernel, *arrays, dropout_p=p, rng_state=(1, 2)), plain))
     _, lse = check(kernel, *arrays, dropout_p=0.5, rng_state=(1, 2))
-    np.testing.assert_array_equal(lse, plain[1])
+    assert_same(kernel, (lse,), plain[1:])
     out, lse = run(kernel, *arrays, dropout_p=1.0, rng_state=(1, 2))
     assert not out.any()
-    np.testing.assert_array_equal(lse, plain[1])
+    assert_same(kernel, (lse,), plain[1:])
 
 
 # Rows of NaN
@@ -334,8 +342,7 @@ def test_nan_in_a_query_stays_in_its_row(kernel: str, options: dict[str, Any]) -
     assert np.isnan(again[0, 20, 1]).all()
     assert np.isnan(lse_again[0, 1, 20])
     again[0, 20, 1], lse_again[0, 1, 20] = out[0, 20, 1], lse[0, 1, 20]
-    assert same_bits(again, out)
-    assert same_bits(lse_again, lse)
+    assert_same(kernel, (again, lse_again), (out, lse))
 
 
 def test_calls_that_differ_in_a_modifier_do_not_mix(kernel: str) -> None:
