@@ -11,6 +11,7 @@ from strided import Strided
 
 import cupyflash
 from cupyflash import _accuracy
+from cupyflash._call import SCALARS
 from cupyflash.errors import UnsupportedProblem
 from cupyflash.masks import All, Mask
 
@@ -35,17 +36,20 @@ def hosted(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed(kernel: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with arrays where a kernel wants them; 64-bit lengths stay on the host."""
+    """Return options with arrays where a kernel wants them.
+
+    64-bit lengths stay on the host, as do scalars, 0-d arrays among them.
+    """
 
     def place(x: Any) -> Any:
         if isinstance(x, Mask):
             return All(*(part.bound(*map(place, part.arrays)) for part in x.parts))
         return strided(x).on(kernel) if isinstance(x, Strided | np.ndarray) else x
 
-    return {
-        name: x if name in METADATA and getattr(x, "dtype", None) == np.int64 else place(x)
-        for name, x in options.items()
-    }
+    def stays(name: str, x: Any) -> bool:
+        return name in SCALARS or (name in METADATA and getattr(x, "dtype", None) == np.int64)
+
+    return {name: x if stays(name, x) else place(x) for name, x in options.items()}
 
 
 def attend(kernel: str, *arrays: Any, **options: Any) -> Any:
