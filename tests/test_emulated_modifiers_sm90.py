@@ -27,7 +27,9 @@ MASKS = ("mask", "prefix", "segments", "sink_fp16")
 ALONE = tuple(
     Modified(200, 330, *DIMS, "float16", 2, causal=True, modifiers=(name,), label="alone")
     for name in MODIFIERS
-    if name not in ("bias_bf16", "bias_fp64", "sink", "sink_fp16")  # which are below
+    # Sinks and other types of a bias are below.
+    if not name.startswith("sink")
+    and name not in ("bias_bf16", "bias_fp64", "bias_of_keys", "bias_of_odd_rows")
 )
 # Other tiles, rows without keys, head dims that are filled up.
 SUBSETS = (
