@@ -470,6 +470,40 @@ def test_peers_refuse_what_they_lack() -> None:
             peers.PEERS[name].runner(case, arrays, "cpu")
 
 
+class CupyMemory(np.ndarray):
+    """Memory that is copied only as dtypes of NumPy's own, as that of CuPy is."""
+
+    def get(self) -> np.ndarray:
+        assert self.dtype.isbuiltin == 1
+        return np.array(self)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_arrays_of_every_dtype_go_to_cupy_and_back(monkeypatch, name: str) -> None:
+    def asarray(x: np.ndarray) -> CupyMemory:
+        assert x.dtype.isbuiltin == 1
+        return x.copy().view(CupyMemory)
+
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=asarray))
+    x = np.arange(24).reshape(2, 3, 4).astype(DTYPES[name])
+    there = runner.cupy_array(x)
+    assert type(there) is CupyMemory
+    assert there.dtype == x.dtype
+    back = runner.cupy_host(there)
+    assert back.dtype == x.dtype
+    assert back.tobytes() == x.tobytes()
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("name", DTYPES)
+def test_arrays_of_every_dtype_are_torch_tensors(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = np.arange(24).reshape(2, 3, 4).astype(DTYPES[name])
+    tensor = runner.torch_tensor(x)
+    assert tensor.dtype is getattr(torch, x.dtype.name)
+    assert (tensor.double().numpy() == x.astype(np.float64)).all()
+
+
 @pytest.mark.frameworks
 @pytest.mark.usefixtures("short_documents")
 @pytest.mark.parametrize("variant", [*MODIFIED, "packed"])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .. import _attention, _explain, _kernels
@@ -68,11 +69,16 @@ class OnDevice:
 torch_arrays = OnDevice()
 
 
+def extended(dtype: np.dtype) -> bool:
+    """Whether a dtype is one of ml_dtypes, whose arrays frameworks take as integers only."""
+    return hasattr(ml_dtypes, dtype.name)
+
+
 def torch_tensor(x: np.ndarray) -> Any:
     """Return a torch tensor on the memory of a NumPy array."""
     import torch
 
-    if x.dtype.kind != "V":
+    if not extended(x.dtype):
         return torch.from_numpy(x)
     words = torch.from_numpy(x.view(f"i{x.itemsize}"))
     return words.view(getattr(torch, x.dtype.name))
@@ -106,19 +112,20 @@ def to_host(x: Any) -> np.ndarray:
 
 
 def cupy_array(x: np.ndarray) -> Any:
-    """Copy a NumPy array (bf16 as ml_dtypes) into a CuPy array."""
+    """Copy a NumPy array (those of ml_dtypes too) into a CuPy array."""
     import cupy
 
-    if x.dtype.name == "bfloat16":
-        return cupy.asarray(x.view(np.uint16)).view(x.dtype)
-    return cupy.asarray(x)
+    if not extended(x.dtype):
+        return cupy.asarray(x)
+    # CuPy views memory as any dtype.
+    return cupy.asarray(x.view(f"u{x.itemsize}")).view(x.dtype)
 
 
 def cupy_host(array: Any) -> np.ndarray:
     """Copy a CuPy array to a NumPy array of its dtype."""
-    if array.dtype.name == "bfloat16":
-        return array.view(np.uint16).get().view(array.dtype)
-    return array.get()
+    if not extended(array.dtype):
+        return array.get()
+    return array.view(f"u{array.itemsize}").get().view(array.dtype)
 
 
 def first(result: Any) -> Any:
