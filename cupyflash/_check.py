@@ -7,9 +7,11 @@ case says so with a reason, but a kernel that took no case at all has failed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from . import _accuracy, _jit, _kernels
-from ._attention import attention, attention_varlen
+from ._attention import attention, attention_varlen, warmup
 from ._bench import environment
 from ._bench.case import Case
 from ._bench.runner import clock, cupy_array, cupy_host
@@ -136,6 +138,27 @@ class Inputs:
             options |= {"cu_seqlens_q": case.ends, "cu_seqlens_k": case.ends}
         return cls(q, k, v, options, "bhsd" if "bhsd" in features else "bshd")
 
+    @functools.cached_property
+    def expected(self) -> _accuracy.Expected:
+        """What the oracle says of every kernel's result."""
+        return _accuracy.expected(self.q, self.k, self.v, **self.options)
+
+    def placed(self, place: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return q, k and v as they lie in the layout, and the options of the call."""
+        arrays = [self.q, self.k, self.v]
+        if self.layout == "bhsd":
+            arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+
+        def put(value: Any) -> Any:
+            if isinstance(value, Mask):
+                return value.bound(*map(place, value.arrays))
+            return place(value) if isinstance(value, np.ndarray) else value
+
+        options = {name: put(value) for name, value in self.options.items()}
+        if "cu_seqlens_q" not in options:
+            options["layout"] = self.layout
+        return [place(x) for x in arrays], options
+
 
 Compute = Callable[[Case, Inputs, str], dict[str, Any]]  # returns fields of an Outcome
 
@@ -204,8 +227,10 @@ def run(
     """Run every case on every kernel named, by `measure` or another; `step` is told before each."""
     outcomes = []
     kernels = list(kernels)
-    for name, case, features in table(quick):
-        inputs = Inputs.of(case, features)
+    rows = [(name, case, Inputs.of(case, features)) for name, case, features in table(quick)]
+    if compute is None:
+        work_ahead([inputs for *_, inputs in rows], kernels)
+    for name, case, inputs in rows:
         for kernel in kernels:
             step(f"{kernel}: {name}, {case}")
             outcomes.append(check(name, case, inputs, kernel, compute or measure))
@@ -214,6 +239,28 @@ def run(
         for kernel in kernels
         if all(o.status == "unsupported" for o in outcomes if o.kernel == kernel)
     ]
+
+
+def work_ahead(inputs: list[Inputs], kernels: list[str]) -> None:
+    """Ask the oracle, and compile and load what the kernels of a GPU need, on all cores at once.
+
+    The code depends on the arrays too, on their strides and the dtypes of operands. What fails
+    here is met again, and reported, by the case itself.
+    """
+
+    def compile_one(x: Inputs, kernel: str) -> None:
+        arrays, options = x.placed(cupy_array)
+        warmup(*arrays, **options, kernel=kernel)
+
+    def attempt(task: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception):
+            task()
+
+    on_gpu = [kernel for kernel in kernels if kernel not in _kernels.HOST_KERNELS]
+    codes = [functools.partial(compile_one, x, kernel) for x in inputs for kernel in on_gpu]
+    truths = [functools.partial(getattr, x, "expected") for x in inputs]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(attempt, [*codes, *truths]))
 
 
 def check(name: str, case: Case, inputs: Inputs, kernel: str, compute: Compute) -> Outcome:
@@ -237,7 +284,7 @@ def measure(case: Case, inputs: Inputs, kernel: str) -> dict[str, Any]:
 
 def judge(inputs: Inputs, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
     """Return the fields of an `Outcome` that come from the comparison with the oracle."""
-    verdict = _accuracy.verdict(out, lse, inputs.q, inputs.k, inputs.v, **inputs.options)
+    verdict = inputs.expected.verdict(out, lse)
     return {
         "status": "ok" if verdict.ok else "failed",
         "error": finite(verdict.error),
@@ -251,29 +298,15 @@ def prepare(
     inputs: Inputs, kernel: str, on_host: bool
 ) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray], HostClock]:
     """Return the call on NumPy or CuPy arrays, the way back to NumPy, and a clock."""
-    place = np.asarray if on_host else cupy_array
-    bhsd = inputs.layout == "bhsd"
-    arrays = [
-        place(np.ascontiguousarray(x.swapaxes(1, 2)) if bhsd else x)
-        for x in (inputs.q, inputs.k, inputs.v)
-    ]
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, Mask):
-            return value.bound(*map(place, value.arrays))
-        return place(value) if isinstance(value, np.ndarray) else value
-
-    options: dict[str, Any] = {name: placed(value) for name, value in inputs.options.items()}
+    arrays, options = inputs.placed(np.asarray if on_host else cupy_array)
     function = attention_varlen if "cu_seqlens_q" in options else attention
-    if function is attention:
-        options["layout"] = inputs.layout
 
     def call() -> Any:
         return function(*arrays, **options, return_lse=True, kernel=kernel)
 
     def host(x: Any) -> np.ndarray:
         x = x if on_host else cupy_host(x)
-        return x.swapaxes(1, 2) if bhsd and x.ndim == 4 else x
+        return x.swapaxes(1, 2) if inputs.layout == "bhsd" and x.ndim == 4 else x
 
     return call, host, clock("host" if on_host else "cupy")
 

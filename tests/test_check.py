@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_gpu import FakeArray, install
 
 from cupyflash import UnsupportedProblem, _check, _cpu, _kernels
 from cupyflash._bench.case import DTYPES, Case
+from cupyflash._bench.timing import HostClock
 from cupyflash.cli import main
 
 SMALL = (
@@ -176,3 +178,32 @@ def test_hopper_takes_every_half_of_the_table_that_it_should() -> None:
         and _kernels.FORWARD_SM90.refusal(case.request(90).problem)
     ]
     assert refused == ["head dim 33", "v wider than k", "no keys"]
+
+
+def test_code_is_compiled_before_the_first_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (
+        ("packed", Case("bf16", 2, 40, 40, 2, 1, 16, 16, "full", lengths=(40, 9)), ("seqused",)),
+        ("layout", Case("fp16", 1, 40, 50, 2, 1, 33, 33, "causal"), ("bhsd", "bias", "prefix")),
+        ("fp8", Case("e4m3", 2, 40, 50, 2, 1, 64, 64, "causal"), ("descale",)),
+        ("fp8", Case("e5m2", 2, 40, 50, 2, 1, 64, 64, "full"), ()),
+        ("double", Case("fp64", 1, 9, 9, 2, 2, 8, 8, "full"), ()),
+    )
+    gpu = install(monkeypatch)
+    gpu.capability = 90
+    monkeypatch.setattr(_check, "_TABLE", table)
+    monkeypatch.setattr(_check, "cupy_array", FakeArray)
+    monkeypatch.setattr(_check, "cupy_host", lambda x: x.host)
+    monkeypatch.setattr(_check, "clock", lambda kind: HostClock())
+    units: list[set[str]] = []
+    kernels = ["attention_fwd_sm90", "attention_fwd_sm80"]
+    outcomes = _check.run(
+        kernels, False, lambda text: units.append({unit for unit, _, _ in gpu.compiled})
+    )
+    statuses = {kernel: [o.status for o in outcomes if o.kernel == kernel] for kernel in kernels}
+    other = "unsupported"
+    assert statuses["attention_fwd_sm90"] == ["ok", other, "ok", "ok", other], outcomes
+    assert statuses["attention_fwd_sm80"] == ["ok", "ok", other, other, other], outcomes
+    refused = [o.message for o in outcomes if o.check == "fp8" and o.status == other]
+    assert all("takes float16, bfloat16, float32" in message for message in refused), refused
+    assert len(units[0]) == 5
+    assert units[-1] == units[0]
