@@ -151,11 +151,13 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> in
     return q + k + tiles.v_stages * transposed + landing + parked + 1024
 
 
-def _is_heavy(policies: Policies) -> bool:
+def _is_heavy(policies: Policies, head_dim: int) -> bool:
     """Return whether the policies of a kernel need registers that larger tiles do not leave."""
-    modifies = policies.score != "Identity"
-    several = policies.score.startswith("Chain") or (modifies and policies.dropout != "KeepAll")
-    return several or "Bias" in policies.score or policies.mask_bytes > SMALL_MASK
+    masks, drops = policies.mask_bytes > SMALL_MASK, policies.dropout != "KeepAll"
+    modifiers = sum(name in policies.score for name in ("Softcap", "Alibi", "Bias"))
+    if modifiers + masks + drops > 1:
+        return True
+    return masks if head_dim <= 64 else head_dim > 128 and (masks or "Bias" in policies.score)
 
 
 def row_bytes(size: int) -> int:
@@ -190,7 +192,7 @@ def forward_sm90(
     dims = head_dim_classes(dtype, head_dim, head_dim_v)
     assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
     eight = ITEMSIZES[dtype] == 1
-    heavy = _is_heavy(policies) or (eight and policies.dropout != "KeepAll")
+    heavy = _is_heavy(policies, max(dims)) or (eight and policies.dropout != "KeepAll")
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
