@@ -20,7 +20,7 @@ template <int CONSUMERS>
 struct Registers;
 template <>
 struct Registers<2> {
-  static constexpr int PRODUCER = FP8 || !PLAIN ? 40 : 24, CONSUMER = FP8 || !PLAIN ? 232 : 240;
+  static constexpr int PRODUCER = FP8 || VARIES || !PLAIN ? 40 : 24, CONSUMER = FP8 || VARIES || !PLAIN ? 232 : 240;
 };
 template <>
 struct Registers<3> {

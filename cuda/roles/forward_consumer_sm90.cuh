@@ -74,6 +74,15 @@ struct Consumer {
     }
   }
 
+  // Clears the rows of Q from `rows` on, which are another sequence's or nobody's: those that share a warp with them
+  // would else see by their votes what lies there.
+  DEVICE void clear_q(u32 slot, int rows) {
+    ptx::warp_barrier();  // lane 0 has seen the O that left through the buffer leave it
+    clear_rows(shared.q[slot][group], max(rows, warp * 16), warp * 16 + 16, ptx::lane());
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(FIRST_CLEARED + group, 128);
+  }
+
   // Gives the buffer that O was leaving through back, once it has left.
   DEVICE void settle_q() {
     if (q_owed == NONE) return;
@@ -343,6 +352,7 @@ struct Consumer {
       int last = -1, first = 0;
       if (here.last >= here.first) walk_of(p, here, mask, row, 64, last, first);
       const bool nothing = last < first;
+      if (VARIES && !nothing && row + 64 > len_q(p, here)) clear_q(slot, len_q(p, here) - row);
       const int late = (here.last - last) / BLOCK_K;  // blocks that only groups below see
       for (bool begun = false; !begun;) {
         // The V that ends must not be in the way of a K that is passed over.

@@ -191,7 +191,7 @@ DEVICE void clear_tails(S &shared) {
       tail.wait_full(shared.tail.ring);
       const int slot = shared.tail.slot, rows = shared.tail.rows;
       if (slot == NONE) return;
-      clear_rows(shared.v[slot], rows, ptx::lane());
+      clear_rows(shared.v[slot], rows, BLOCK_K, ptx::lane());
       ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy
       ptx::warp_barrier();
       if (ptx::lane() == 0) {

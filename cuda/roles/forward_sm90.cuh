@@ -117,6 +117,7 @@ struct Modifiers {
 
 constexpr int NONE = -1;
 constexpr int COLUMNS = HEAD_DIM > 192 ? 8 : 16;  // of S that are modified at a time
+constexpr u32 FIRST_CLEARED = 8;                  // of the named barriers
 constexpr u32 FIRST_TURN = 1;                     // of the named barriers
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr int TILES = 4;  // those of the Q in buffers, the one before, whose O is stored, and the next

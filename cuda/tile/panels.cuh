@@ -24,12 +24,12 @@ struct Panels {
   DEVICE static u32 offset(u32 row, u32 chunk) { return chunk / 8 * PANEL + row * 128 + ((chunk ^ row) % 8) * 16; }
 };
 
-// Makes the rows from `rows` on zeros, by one warp: whatever their chunks' places, they are whole rows of the panels.
+// Makes rows [begin, end) zeros, by one warp: whatever their chunks' places, they are whole rows of the panels.
 template <class Tile>
-DEVICE void clear_rows(Tile &tile, int rows, u32 lane) {
+DEVICE void clear_rows(Tile &tile, int begin, int end, u32 lane) {
   for (int panel = 0; panel < Tile::COUNT; ++panel) {
     auto *words = reinterpret_cast<u64 *>(tile.data + panel * Tile::PANEL);
-    for (int i = rows * 16 + static_cast<int>(lane); i < Tile::ROWS * 16; i += 32) words[i] = 0;
+    for (int i = begin * 16 + static_cast<int>(lane); i < end * 16; i += 32) words[i] = 0;
   }
 }
 
