@@ -13,7 +13,6 @@ __all__ = [
     "heads_per_group",
     "refuse_dtype",
     "refuse_lengths",
-    "refuse_modifiers",
     "tiles",
 ]
 
@@ -27,13 +26,6 @@ def refuse_dtype(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
     if problem.dtype in dtypes:
         return None
     return f"takes {', '.join(dtypes)}, got {problem.dtype}"
-
-
-def refuse_modifiers(problem: Problem) -> str | None:
-    """Return which options are not taken, by a kernel that takes none beyond the band, or None."""
-    if not problem.modifiers:
-        return None
-    return f"does not take {', '.join(f'`{name}`' for name in problem.modifiers)}"
 
 
 def refuse_lengths(problem: Problem) -> str | None:

@@ -28,17 +28,9 @@ def refusal(problem: Problem) -> str | None:
     reason = refuse_dtype(problem, DTYPES) or refuse_lengths(problem)
     if reason:
         return reason
-    if (count := _blocks(problem, config(problem).block_q)) > MAX_BLOCKS:
+    if (count := tiles(problem, config(problem).block_q)) > MAX_BLOCKS:
         return f"launches at most {MAX_BLOCKS} blocks, this needs {count}"
     return None
-
-
-def _blocks(problem: Problem, block_q: int) -> int:
-    """Return the blocks: a tile's each, and of packed sequences as many as there can be tiles."""
-    if not problem.packed:
-        return tiles(problem, block_q)
-    # The last tile of each sequence may be short, as may those of the rows before and after them.
-    return (problem.len_q // block_q + problem.batch + 2) * problem.heads_q
 
 
 def config(problem: Problem) -> ForwardSm80:
@@ -64,7 +56,7 @@ def launch(problem: Problem, operands: Operands, lse: int = 0) -> Launch:
         unit=_unit.render(NAME, chosen),
         symbol=NAME,
         arch=f"sm_{problem.arch}",
-        grid=(0 if problem.empty else _blocks(problem, chosen.block_q), 1, 1),
+        grid=(tiles(problem, chosen.block_q), 1, 1),
         block=(chosen.threads, 1, 1),
         shared_bytes=chosen.smem_bytes,
         params=pack_forward(problem, operands, lse, heads_per_group(problem)),

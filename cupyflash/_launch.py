@@ -36,7 +36,6 @@ __all__ = [
 # 12 strides, 8 integers and the scale, in units of log 2 and as it is; then those of policies.
 POINTERS = struct.Struct("<5Q")
 FORWARD = struct.Struct("<12q8i2f")
-BAND = struct.Struct("<3i4x")
 FORWARD_BYTES = POINTERS.size + FORWARD.size  # before those of the policies
 # Params of a kernel that takes tensor maps start with those of q, k, v and out, and the pointers to
 # out, lse and tickets.
