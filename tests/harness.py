@@ -17,6 +17,8 @@ from cupyflash.masks import All, Mask
 
 GPU_KERNEL, HOPPER = "attention_fwd_sm80", "attention_fwd_sm90"  # of every GPU; of one kind
 GPU_KERNELS = (GPU_KERNEL, HOPPER)
+# Rows of a GPU's kernel whose last bits may depend on each other: no warp has more.
+WARP_ROWS = 32
 KERNELS = ("cpu", *(pytest.param(kernel, marks=pytest.mark.gpu) for kernel in GPU_KERNELS))
 
 METADATA = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")

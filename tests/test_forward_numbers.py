@@ -5,13 +5,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import KERNELS, check, judge, run, same_bits
+from harness import KERNELS, WARP_ROWS, check, judge, run, same_bits
 
 pytestmark = pytest.mark.parametrize("kernel", KERNELS)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
-# Rows whose last bits may depend on each other, on a GPU: no warp of a kernel has more.
-WARP_ROWS = 32
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
