@@ -202,7 +202,8 @@ def _view(call: Call, run: Run, packed: bool) -> Call:
             return x[:, :, :, at.first : at.first + at.length]
         x = x[:, :, :, at.first :]
         shape = (end - begin, *x.shape[1:3], at.length, *x.shape[4:])
-        return as_strided(x, shape, (step * x.strides[3], *x.strides[1:]))
+        bits = x.view(f"V{x.itemsize}")  # NumPy's interface has no name for some kinds of fp8
+        return as_strided(bits, shape, (step * x.strides[3], *x.strides[1:])).view(x.dtype)
 
     def part(x: Any) -> Any:
         return None if x is None else x[begin:end]

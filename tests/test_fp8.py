@@ -80,6 +80,15 @@ def test_every_modifier_goes_with_fp8(dtype: Any, rng: np.random.Generator) -> N
     )
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_packed_sequences_of_equal_lengths(dtype: Any) -> None:
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in draw(dtype))
+    bounds = np.array([0, 20, 40, 60]), np.array([0, 25, 50, 75])
+    out, lse = cupyflash.attention_varlen(q, k, v, *bounds, return_lse=True)
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
+    _accuracy.assert_accurate(out, lse, q, k, v, **names)
+
+
 @pytest.mark.parametrize(
     "shape", [(), (1,), (HEADS_K,), (BATCH, 1), (1, HEADS_K), (1, 1), (BATCH, HEADS_K)], ids=str
 )

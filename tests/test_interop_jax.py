@@ -280,6 +280,23 @@ def test_modifiers_under_vmap(kit: Kit) -> None:
         check(kit, (out[i], lse[i]), items, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("attn_bias", np.array([0, -1, 2], np.float32)),
+        ("attn_mask", np.array([True, False, True])),
+        ("mask", np.array([0, 4, 9], np.int32)),
+    ],
+)
+def test_an_operand_of_no_dimension_under_vmap(kit: Kit, name: str, numbers: np.ndarray) -> None:
+    arrays = inputs()
+    wrap = PrefixLM if name == "mask" else lambda x: x
+    f = jax.vmap(lambda x: attend(*map(kit.put, arrays), **{name: wrap(x)}))
+    out, lse = f(kit.put(numbers))
+    for i, number in enumerate(numbers):
+        check(kit, (out[i], lse[i]), arrays, **{name: wrap(number)})
+
+
 def test_lengths_are_clamped_where_nobody_may_read_them(kit: Kit) -> None:
     arrays = inputs()
     compiled = jax.jit(lambda a, lengths: attend(*a, seqused_k=lengths))

@@ -115,12 +115,13 @@ def _fold(x: Array, rank: int, mapped: tuple[int, ...]) -> Array | None:
 
 def _item(x: Array, rank: int, index: tuple[int, ...]) -> Array:
     """Return one item of an array; dimensions of size 1 repeat."""
-    steps = zip(x.shape[:-rank], x.strides, index, strict=False)
+    own = len(x.shape) - rank  # dimensions that `vmap` has added: all of them, of a number
+    steps = zip(x.shape[:own], x.strides, index, strict=False)
     offset = sum(stride * i for size, stride, i in steps if size > 1)
     return x._replace(
         pointer=x.pointer + offset * ITEMSIZES[x.dtype],
-        shape=x.shape[-rank:],
-        strides=x.strides[-rank:],
+        shape=x.shape[own:],
+        strides=x.strides[own:],
     )
 
 
