@@ -62,8 +62,6 @@ def _refuse_dims(problem: Problem) -> str | None:
 
 
 def _refuse_sequences(problem: Problem) -> str | None:
-    if ITEMSIZES[problem.dtype] == 1 and policies(problem).sequences != "Dense":
-        return f"needs sequences of one length, all in use, where elements are {problem.dtype}"
     if problem.packed and problem.batch == 0 and not problem.empty:
         return "needs a sequence, got none"  # a tile would have no entry of the masks' arrays
     return None

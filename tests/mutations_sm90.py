@@ -209,7 +209,7 @@ SYNCHRONISATION = (
         "      v.wait_empty(shared.v_ring);\n      transpose", "      transpose",
         "fp8", STILL_READ),
     Mutation("fp8: the transposers are not told that V has ended", PRODUCER,
-        "      shared.landing.last[v.slot] = true;\n", "", "fp8", DEADLOCK),
+        "      shared.landing.rows[v.slot] = 0;\n", "", "fp8", DEADLOCK),
 )
 MEMORY = (
     Mutation("shared memory is larger than the host believes", KERNEL,

@@ -44,6 +44,7 @@ EIGHT_BIT = (
     Modified(70, 600, *DIMS, "float8_e4m3fn", **HEADS, causal=True, modifiers=SCORES),
     Modified(70, 600, *DIMS, "float8_e5m2", 2, **HEADS, modifiers=MASKS),
     Modified(70, 210, 128, 128, "float8_e5m2", causal=True, modifiers=(*SCORES, *MASKS[:3])),
+    Modified(140, 200, *DIMS, "float8_e4m3fn", 2, modifiers=("used_q", "used_k")),
 )
 # Ends of sequences in every place of a tile of 192 rows or a block of 64 keys; none in use.
 LENGTHS = (
@@ -55,6 +56,11 @@ LENGTHS = (
 PACKED = tuple(
     Modified.varlen(lengths, *DIMS, "float16", **HEADS, causal=True, tail=tail)
     for lengths, tail in zip(LENGTHS, (0, 3, 200, 0), strict=True)
+)
+PACKED_EIGHT_BIT = (
+    Modified.varlen(LENGTHS[1], *DIMS, "float8_e4m3fn", **HEADS, causal=True, tail=3),
+    Modified.varlen(LENGTHS[0], 128, 128, "float8_e5m2", **HEADS, tail=3, modifiers=SCORES),
+    Modified.varlen(LENGTHS[3], 256, 256, "float8_e4m3fn"),
 )
 PACKED_SUBSETS = tuple(
     Modified.varlen(LENGTHS[0], *dims, "float16", **HEADS, tail=3, modifiers=names)
@@ -68,7 +74,7 @@ MANY = Modified.varlen(
     LENGTHS[2][:15], *DIMS, "float16", **HEADS,
     modifiers=("alibi_batch", "bias_of_queries", "mask_columns_first"),
 )  # fmt: skip
-CASES = (*ALONE, *SUBSETS, *EIGHT_BIT, *PACKED, *PACKED_SUBSETS, MANY)
+CASES = (*ALONE, *SUBSETS, *EIGHT_BIT, *PACKED, *PACKED_SUBSETS, *PACKED_EIGHT_BIT, MANY)
 
 
 def cases(*several: Modified) -> pytest.MarkDecorator:

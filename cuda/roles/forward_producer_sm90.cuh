@@ -66,26 +66,31 @@ struct Producer {
   template <class S>
   DEVICE void load_v(S &shared, const Block &block) {
     if constexpr (FP8) {
-      load_v(shared.landing.ring, shared.landing.v[0], block, v.full(shared.landing.ring));
-    } else if constexpr (VARIES) {
-      if (block.rows < BLOCK_K) {
-        load_v(shared.v_ring, shared.v[0], block, announce_tail(shared, v.slot, block.rows));
-      } else {
-        load_v(shared.v_ring, shared.v[0], block, v.full(shared.v_ring));
-      }
+      v.wait_empty(shared.landing.ring);
+      shared.landing.rows[v.slot] = block.rows;
+      load_v(shared.landing.v[0], block, v.full(shared.landing.ring));
     } else {
-      load_v(shared.v_ring, shared.v[0], block, v.full(shared.v_ring));
+      v.wait_empty(shared.v_ring);
+      load_v(shared.v[0], block, full_v(shared, block.rows));
     }
   }
-  template <class Ring, class To>
-  DEVICE void load_v(const Ring &ring, To &first, const Block &block, u32 full) {
-    v.wait_empty(ring);
+  template <class To>
+  DEVICE void load_v(To &first, const Block &block, u32 full) {
     ptx::mbarrier_arrive_expect_tx(full, To::BYTES);
     To::load(ptx::smem_address(first.data) + v.slot * To::BYTES, p.v, full, block.row, block.head, block.batch);
     v.advance();
   }
 
-  // Tells which slot of V is to be cleared beyond some rows; returns the barrier that its bytes count towards.
+  // The barrier that the bytes of V count towards.
+  template <class S>
+  DEVICE u32 full_v(S &shared, int rows) {
+    if constexpr (VARIES) {
+      if (rows < BLOCK_K) return announce_tail(shared, v.slot, rows);
+    }
+    return v.full(shared.v_ring);
+  }
+
+  // Tells which slot of V is to be cleared beyond some rows, when it has landed.
   template <class S>
   DEVICE u32 announce_tail(S &shared, int slot, int rows) {
     tail.wait_empty(shared.tail.ring);
@@ -100,7 +105,7 @@ struct Producer {
   DEVICE void end_v(S &shared) {
     if constexpr (FP8) {
       v.wait_empty(shared.landing.ring);
-      shared.landing.last[v.slot] = true;
+      shared.landing.rows[v.slot] = 0;
       ptx::mbarrier_arrive(v.full(shared.landing.ring));
     } else if constexpr (VARIES) {
       ptx::mbarrier_arrive(announce_tail(shared, NONE, 0));
@@ -185,7 +190,7 @@ struct Producer {
 // A warp that clears the rows of V beyond their sequence, so that no weight of 0 meets what lies there.
 template <class S>
 DEVICE void clear_tails(S &shared) {
-  if constexpr (VARIES) {
+  if constexpr (VARIES && !FP8) {
     Cursor<1> tail;
     for (;;) {
       tail.wait_full(shared.tail.ring);
@@ -211,7 +216,13 @@ DEVICE void transpose_v(S &shared, int warp) {
     Cursor<V_STAGES> v;
     for (;;) {
       landed.wait_full(shared.landing.ring);
-      if (shared.landing.last[landed.slot]) return;
+      const int rows = shared.landing.rows[landed.slot];
+      if (rows == 0) return;
+      if (VARIES && rows < BLOCK_K) {  // see clear_tails
+        for (int row = rows + warp; row < BLOCK_K; row += TRANSPOSERS)
+          clear_rows(shared.landing.v[landed.slot], row, row + 1, ptx::lane());
+        ptx::named_barrier_sync(FIRST_CLEARED + CONSUMERS, 32 * TRANSPOSERS);
+      }
       v.wait_empty(shared.v_ring);
       transpose<BLOCK_K, HEAD_DIM_V>(ptx::smem_address(shared.landing.v[landed.slot].data),
                                      ptx::smem_address(shared.v[0].data) + v.slot * Values::BYTES, warp, TRANSPOSERS,

@@ -32,7 +32,6 @@ constexpr bool SMALL_MASK = sizeof(Mask) <= 16, PLAIN = Score::IDENTITY && !Drop
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
 static_assert(BLOCK_K % Wgmma<T>::K == 0, "key blocks are whole products");
 static_assert(!Dropout::DROPS || BLOCK_K % 32 == 0, "random bits come for 32 keys at a time");
-static_assert(!VARIES || !FP8, "V of 8-bit elements is transposed with whatever lies beyond its sequence");
 
 // What elements are multiplied by: a number for each batch entry and kv head.
 struct Descale {
@@ -153,7 +152,7 @@ struct Shared {
   Ring<K_STAGES> k_ring;
   Ring<V_STAGES> v_ring;
   Tile tile[TILES];  // the i-th tile of this block is at i % TILES
-  Tail<VARIES> tail;
+  Tail<VARIES && !FP8> tail;
   Kept<!PLAIN> kept;
 };
 

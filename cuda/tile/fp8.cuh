@@ -80,12 +80,9 @@ struct Landing<unsigned char, KEYS, DV, SLOTS> {
   using Tile = Panels<unsigned char, KEYS, DV>;
   Tile v[SLOTS];
   Ring<SLOTS> ring;
-  bool last[SLOTS];  // nothing has landed, nor will
+  int rows[SLOTS];  // that are the sequence's; 0: nothing has landed, nor will
 
-  DEVICE void init(u32 readers) {
-    ring.init(readers);
-    for (bool &slot : last) slot = false;
-  }
+  DEVICE void init(u32 readers) { ring.init(readers); }
 };
 
 // Sums of each thread's part of O that are kept in shared memory, for tensor cores carry too few bits through a long
