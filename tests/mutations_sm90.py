@@ -1,6 +1,6 @@
 """Faults to plant in attention_fwd_sm90 and what it is made of; see mutations.py."""
 
-from cases import Case
+from cases import Case, Modified
 from mutations import WRONG, Mutation, case
 
 from cupyflash._tuning_sm90 import Tiles
@@ -13,6 +13,14 @@ RING, PANELS, GROUP, SOFTMAX, RESCORE, OUTPUT, FP8 = (
     f"tile/{name}.cuh"
     for name in ("ring", "panels", "warpgroup", "lazy_softmax", "rescore", "output", "fp8")
 )
+
+
+def varlen(
+    *lengths: tuple[int, int], names: tuple[str, ...] = (), dtype: str = "float16"
+) -> Modified:
+    """Return a problem of packed sequences, with rows after the last one."""
+    return Modified.varlen(lengths, 64, 64, dtype, heads_q=2, heads_k=1, tail=150, modifiers=names)
+
 
 PROBLEMS = {
     "causal": case(270, 300, causal=True),
@@ -36,6 +44,17 @@ PROBLEMS = {
     "passing over": Case(260, 400, 64, 64, "float16", heads_q=3, heads_k=3, window_size=(5, 5)),
     "few slots": Case(270, 300, 64, 64, "float16", heads_q=3, heads_k=3, window_size=(43, 25)),
     "fp8": case(70, 600, 64, "float8_e4m3fn"),
+    "packed": varlen((70, 90), (0, 3), (193, 40), (5, 9)),
+    "ends of tiles": varlen((1, 1), (127, 127), (128, 128), (129, 129), (0, 0), (63, 63)),
+    "many sequences": varlen(*((2, 3),) * 15, names=("alibi_batch", "bias_of_queries")),
+    "fp8, packed": varlen((70, 90), (5, 200), dtype="float8_e4m3fn"),
+    "lengths in use": Modified(
+        250, 200, 64, 64, "float16", batch=3, heads_q=2, heads_k=1, modifiers=("used_q", "used_k")
+    ),
+    "dropout": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("dropout",)),
+    "sink": Modified(
+        200, 130, 64, 64, "float16", heads_q=2, heads_k=2, causal=True, modifiers=("sink",)
+    ),
 }
 # Of the problems that are too small for the tile table's to show a fault.
 TILES = {
@@ -198,9 +217,11 @@ SYNCHRONISATION = (
         "ptx::registers_decrease<", "if (threadIdx.x % 128 < 32) ptx::registers_decrease<",
         "causal", "setmaxnreg"),
     Mutation("fp8: the proxy fence after V is transposed is left out", PRODUCER,
-        "      ptx::fence_proxy_async();  //", "      //", "fp8", "no fence.proxy.async"),
+        "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy what", "//", "fp8",
+        "no fence.proxy.async"),
     Mutation("fp8: the warp barrier after V is transposed is left out", PRODUCER,
-        "      ptx::warp_barrier();\n", "", "fp8", NO_BARRIER),
+        "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full",
+        "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full", "fp8", NO_BARRIER),
     Mutation("fp8: V is full when one warp has transposed its share", KERNEL,
         "FP8 ? TRANSPOSERS : 1", "1", "fp8", NO_BARRIER),
     Mutation("fp8: V is transposed before it has landed", PRODUCER,
@@ -336,5 +357,52 @@ MASKS = (
         "mask.whole(row, min(row + 64", "mask.whole(row + 1, min(row + 64",
         "a corner beyond a block", WRONG),
 )
+MODIFIERS = (
+    Mutation("V beyond its sequence is not cleared", PRODUCER,
+        "      clear_rows(shared.v[slot], rows, BLOCK_K, ptx::lane());\n", "", "packed", WRONG),
+    Mutation("the proxy fence after V is cleared is left out", PRODUCER,
+        "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy\n", "\n",
+        "packed", "no fence.proxy.async"),
+    Mutation("the warp barrier after V is cleared is left out", PRODUCER,
+        "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(ptx::smem",
+        "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(ptx::smem", "packed", NO_BARRIER),
+    Mutation("V is cleared before it has landed", PRODUCER,
+        "      tail.wait_full(shared.tail.ring);\n", "", "packed", NO_BARRIER),
+    Mutation("the warp that clears V is not told of the end", PRODUCER,
+        "      ptx::mbarrier_arrive(announce_tail(shared, NONE, 0));\n", "", "packed", DEADLOCK),
+    Mutation("fp8: V beyond its sequence is not cleared", PRODUCER,
+        "if (VARIES && rows < BLOCK_K)", "if (false)", "fp8, packed", WRONG),
+    Mutation("fp8: V is transposed before all of it is cleared", PRODUCER,
+        "        ptx::named_barrier_sync(FIRST_CLEARED + CONSUMERS, 32 * TRANSPOSERS);\n", "",
+        "fp8, packed", NO_BARRIER),
+    Mutation("Q is multiplied before all of it is cleared", CONSUMER,
+        "    ptx::named_barrier_sync(FIRST_CLEARED + group, 128);\n", "", "packed", NO_BARRIER),
+    Mutation("Q is cleared under the O that leaves through it", CONSUMER,
+        "    ptx::warp_barrier();  // lane 0 has seen", "    // lane 0 has seen", "ends of tiles",
+        NO_BARRIER),
+    Mutation("O is copied beyond its sequence", CONSUMER,
+        "!PACKED || row + 16 <= extent(p, at)", "true", "packed", WRONG),
+    Mutation("rows that are not in use keep what was computed", CONSUMER,
+        "if (row + o.row(r, lane) >= len_q(p, at)) value = 0.0f;", "", "lengths in use", WRONG),
+    Mutation("rows that are not in use have an LSE", CONSUMER,
+        "!VARIES || row < len_q(p, at) ? lse : -INFINITE", "lse", "lengths in use", WRONG),
+    Mutation("rows after the last sequence are not written", PRODUCER,
+        "++sequence > p.batch + 1", "++sequence > p.batch", "packed", WRONG),
+    Mutation("tiles are those of the sequence before", PRODUCER,
+        "        tiles_begin = tiles_end;\n", "", "packed", WRONG),
+    Mutation("all tiles have the modifiers of one", PRODUCER,
+        "kept.modifiers[announced % TILES]", "kept.modifiers[0]", "many sequences", WRONG),
+    Mutation("neighbouring columns share a draw", CONSUMER,
+        "s.column(n + odd, lane)", "s.column(n, lane)", "dropout", WRONG),
+    Mutation("halves of a draw change places", CONSUMER,
+        "dropout.keep(bits, e / 4, e % 4)", "dropout.keep(bits, 1 - e / 4, e % 4)", "dropout",
+        WRONG),
+    Mutation("what dropout leaves is not rescaled", CONSUMER,
+        "    rescale(p.dropout, inverse);\n", "", "dropout", WRONG),
+    Mutation("the sink is that of the next tile", CONSUMER,
+        "(ends ? before : here).head", "here.head", "sink", WRONG),
+    Mutation("a row that sees no key has no sink", CONSUMER,
+        "store_lse(at, row, sink.logit)", "store_lse(at, row, -INFINITE)", "sink", WRONG),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS
+ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, EDGES, LENGTHS, MEMORY, SMOKE, Case
@@ -249,3 +250,12 @@ def test_without_lse_the_output_is_the_same(kernel: str) -> None:
     judge((expected, lse), q, k, v, causal=True)
     with cupyflash.emulate():
         assert same_bits(cupyflash.attention(q, k, v, kernel=kernel, causal=True), expected)
+
+
+@pytest.mark.parametrize("scale", [9e-39, 1.1e-38, 2e-38])
+def test_the_lse_of_scales_near_the_least_normal_number(scale: float) -> None:
+    """The scale in base 2 is a normal number, its product with ln 2 is none."""
+    arrays = (
+        np.full((1, n, 1, 32), x, ml_dtypes.bfloat16) for n, x in ((4, 3e18), (5, 2e18), (5, 1))
+    )
+    check(*arrays, kernel=HOPPER, softmax_scale=scale)
