@@ -97,7 +97,7 @@ def policies(problem: Problem) -> Policies:
     if "alibi_slopes" in problem.modifiers:
         scores.append("Alibi")
     if "attn_bias" in problem.modifiers:
-        scores.append(f"Bias<{dtypes['attn_bias']}>")
+        scores.append(f"Bias<{dtypes['attn_bias']}, {problem.bias_read}>")
     sink = "learnable_sink" in problem.modifiers
     used = "seqused_q" in problem.modifiers or "seqused_k" in problem.modifiers
     return Policies(

@@ -47,6 +47,7 @@ PACKED: dict[str, tuple[Shape, ...]] = {
     "out": (("total_q", "heads_q", "head_dim_v"),),
 }
 SCORES: Shape = ("batch", "heads_q", "len_q", "len_k")
+ALIGNMENT = 8  # bytes that a plan may rely on in the address of an array of a modifier
 DESCALES = ("q_descale", "k_descale", "v_descale")  # what fp8 inputs are multiplied by
 # The shapes that arrays of fewer or smaller dimensions are broadcast to. Of packed sequences, the
 # axes of POSITIONS have the size 1 or as many positions as there are in any sequence.
@@ -116,6 +117,7 @@ class Problem:
     masks: tuple[Mask, ...] = ()  # beyond the band, without their arrays
     mask_dtypes: tuple[tuple[str, ...], ...] = ()  # of those arrays
     dtypes: tuple[tuple[str, str], ...] = ()  # of the arrays of modifiers, by name
+    bias_read: int = 0  # neighbours in a row of attn_bias that may be read at once; 0: none are
     packed: bool = False  # sequences lie in arrays of len_q and len_k rows; batch counts them
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
     width: int = 16  # bytes that one access to q, k, v and out may have
@@ -240,6 +242,7 @@ def describe(
         masks=tuple(form.mask for form in rest),
         mask_dtypes=tuple(tuple(x.dtype for x in own) for own in mask_operands),
         dtypes=tuple((name, operands[name].dtype) for name in MODIFIERS if name in operands),
+        bias_read=_readable(operands["attn_bias"]) if "attn_bias" in operands else 0,
         packed=packed,
         arch=arch,
         width=_width(operands),
@@ -651,6 +654,21 @@ def _width(operands: Mapping[str, Array]) -> int:
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             width = math.gcd(width, stride * itemsize if size > 1 else 0)
     return width
+
+
+def _readable(x: Array) -> int:
+    """Return how many neighbours in any row of an array may be read at once: 2, 1, or 0."""
+    *outer, column = x.strides
+    if column != 1 and x.shape[-1] > 1:
+        return 0
+    size = 2 * ITEMSIZES[x.dtype]
+    steps = [stride for stride, length in zip(outer, x.shape, strict=False) if length > 1]
+    pairs = (
+        size <= ALIGNMENT
+        and x.pointer % size == 0
+        and not any(n % 2 for n in (x.shape[-1], *steps))
+    )
+    return 2 if pairs else 1
 
 
 def _odd_stride(operands: Mapping[str, Array]) -> int | None:

@@ -97,8 +97,12 @@ class Reader:
     def read_densemask(self, _: str) -> None:
         self.options["attn_mask"] = self.dense("bool")
 
-    def read_bias(self, dtype: str) -> None:
-        self.options["attn_bias"] = self.dense(STORAGE[dtype])
+    def read_bias(self, arguments: str) -> None:
+        dtype, read = arguments.split(", ")
+        bias = self.options["attn_bias"] = self.dense(STORAGE[dtype])
+        steps = [n // bias.itemsize for n in (*bias.strides[:3], bias.ctypes.data)]
+        assert read == "0" or bias.strides[3] == bias.itemsize or bias.shape[3] == 1
+        assert read != "2" or not any(n % 2 for n in (*steps, bias.shape[3]))
 
     def read_softcap(self, _: str) -> None:
         cap, inverse = self.take("2f")

@@ -283,10 +283,13 @@ MODIFIERS = (
     Mutation("keys beyond those in use count", KERNEL,
         "? shared.place.k.length : p.len_k", "? p.len_k : p.len_k", "lengths in use", WRONG),
     Mutation("positions are those of the tile", KERNEL,
-        "q + Scores::row(r, lane), k + Scores::column(c, lane));\n  });",
-        "Scores::row(r, lane), k + Scores::column(c, lane));\n  });", "alibi", WRONG),
+        "q + Scores::row(r, lane), k + Scores::column(0, lane), c);\n  });",
+        "Scores::row(r, lane), k + Scores::column(0, lane), c);\n  });", "alibi", WRONG),
     Mutation("scores are modified before they are scaled", KERNEL,
-        "score.apply(x * p.scale, ", "p.scale * score.apply(x, ", "alibi", WRONG),
+        "even *= p.scale, odd *= p.scale;\n    score.apply(even, odd, q + Scores::row(r, lane), "
+        "k + Scores::column(0, lane), c);",
+        "score.apply(even, odd, q + Scores::row(r, lane), k + Scores::column(0, lane), c);\n"
+        "    even *= p.scale, odd *= p.scale;", "alibi", WRONG),
     Mutation("every sequence has the modifiers of the first", KERNEL,
         "const Score score(p.score, shared.place.batch,", "const Score score(p.score, 0,",
         "alibi", WRONG),

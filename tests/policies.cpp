@@ -77,21 +77,37 @@ MASK(AllOfFour, All<Window, PrefixLM, Segments<8>, DenseMask>)
                            int columns, float *scores) {                                                          \
     const __VA_ARGS__ score(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k);                          \
     for (int i = 0; i < rows; ++i)                                                                                \
-      for (int j = 0; j < columns; ++j, ++scores) *scores = score.apply(*scores, q + i, k + j);                   \
+      for (int j = 0; j < columns; j += 2) {                                                                      \
+        float none = 0, &odd = j + 1 < columns ? scores[1] : none;                                                \
+        score.apply(scores[0], odd, q + i, k + j / 16 * 16, j % 16);                                              \
+        scores += j + 1 < columns ? 2 : 1;                                                                        \
+      }                                                                                                           \
   }
 
 SCORE(Identity, Identity)
 SCORE(Softcap, Softcap)
 SCORE(Alibi, Alibi)
-SCORE(BiasFloat16, Bias<Float16>)
-SCORE(BiasBfloat16, Bias<Bfloat16>)
-SCORE(BiasFloat32, Bias<Float32>)
-SCORE(BiasFloat64, Bias<Float64>)
+#define BIAS(TYPE)                     \
+  using Strided##TYPE = Bias<TYPE, 0>; \
+  using Row##TYPE = Bias<TYPE, 1>;     \
+  SCORE(Bias##TYPE##0, Strided##TYPE)  \
+  SCORE(Bias##TYPE##1, Row##TYPE)
+#define PAIRED(TYPE)                  \
+  using Paired##TYPE = Bias<TYPE, 2>; \
+  SCORE(Bias##TYPE##2, Paired##TYPE)
+
+BIAS(Float16)
+BIAS(Bfloat16)
+BIAS(Float32)
+BIAS(Float64)
+PAIRED(Float16)
+PAIRED(Bfloat16)
+PAIRED(Float32)
 SCORE(ChainOfNothing, Chain<Identity, Identity>)
 SCORE(ChainOfOne, Chain<Alibi>)
-SCORE(CapThenBias, Chain<Softcap, Bias<Float32>>)
-SCORE(BiasThenCap, Chain<Bias<Float32>, Softcap>)
-SCORE(ChainOfThree, Chain<Softcap, Alibi, Bias<Bfloat16>>)
+SCORE(CapThenBias, Chain<Softcap, RowFloat32>)
+SCORE(BiasThenCap, Chain<RowFloat32, Softcap>)
+SCORE(ChainOfThree, Chain<Softcap, Alibi, RowBfloat16>)
 
 EXPORT void integers(const void *params, int count, i64 low, i64 high, i64 *values, i64 *clipped) {
   const Integers &x = as<Integers>(params);

@@ -67,7 +67,7 @@ def merged(names: tuple[str, ...]) -> dict[str, Any]:
         (("softcap",), ("Band<false, false>", "Softcap")),
         (
             ("softcap", "bias", "alibi"),
-            ("Band<false, false>", "Chain<Softcap, Alibi, Bias<Float64>>"),
+            ("Band<false, false>", "Chain<Softcap, Alibi, Bias<Float64, 1>>"),
         ),
         (
             ("sink", "dropout", "used"),
@@ -81,6 +81,29 @@ def test_types(names: tuple[str, ...], types: tuple[str, ...]) -> None:
     found = policies(described(**merged(names))[0])
     given = (found.mask, found.score, found.dropout, found.sink, found.sequences)
     assert given[: len(types)] == types
+
+
+@pytest.mark.parametrize(
+    ("bias", "read"),
+    [
+        (np.zeros((5, 8), np.float16), 2),
+        (np.zeros((2, 1, 5, 8), np.float32), 2),
+        (np.zeros((5, 8), np.float64), 1),  # a pair is more than addresses are known to be aligned
+        (np.zeros((5, 7), np.float16), 1),  # also the last key alone
+        (np.zeros((5, 9), np.float16)[:, :8], 1),
+        (np.zeros((1, 9), np.float16)[:, :8], 2),  # the stride of one row does not matter
+        (np.zeros((5, 10), np.float16)[:, 1:9], 1),
+        (np.zeros((5, 10), np.float16)[:, 2:], 2),
+        (np.zeros((5, 16), np.float16)[:, ::2], 0),
+        (np.zeros((5, 8), np.float16)[:, ::-1], 0),
+        (np.zeros((5, 1), np.float16), 0),
+        (np.zeros((4, 1, 8), np.float16), 2),
+    ],
+)
+def test_neighbours_are_read_where_all_may_be(bias: np.ndarray, read: int) -> None:
+    keys = np.zeros((2, max(bias.shape[-1], 7), 2, 8), np.float16)
+    problem, _ = described(attn_bias=bias, k=keys, v=keys)
+    assert policies(problem).score.endswith(f", {read}>")
 
 
 def test_the_size_is_known_without_arrays() -> None:

@@ -49,7 +49,7 @@ MASK_SIZES = {  # name in policies.cpp: bytes of an object, and of Params
 }
 PARAMS = {
     **dict.fromkeys(("Identity", "NoSink", "KeepAll", "Dense"), 8),
-    **{f"Bias{element}": SIZES["Bias"] for element in _modifiers.ELEMENTS.values()},
+    **{f"Bias{x}{read}": SIZES["Bias"] for x in _modifiers.ELEMENTS.values() for read in (0, 1)},
     **{f"Sink{element}": SIZES["Sink"] for element in _modifiers.ELEMENTS.values()},
     **{name: SIZES[name] for name in ("Softcap", "Alibi", "Dropout", "Used", "Packed")},
     "ChainOfOne": SIZES["Alibi"],
@@ -73,7 +73,7 @@ def test_sizes_are_those_that_the_host_computes(library: Policies) -> None:
 
 
 def test_only_the_identity_is_called_one(library: Policies) -> None:
-    names = ("Identity", "ChainOfNothing", "Softcap", "Alibi", "BiasFloat64", "ChainOfThree")
+    names = ("Identity", "ChainOfNothing", "Softcap", "Alibi", "BiasFloat641", "ChainOfThree")
     found = [bool(library.size(f"{name}_identity") & 1) for name in names]
     assert found == [True, True, False, False, False, False]
 
@@ -246,9 +246,14 @@ def test_nothing_is_read_beyond_lengths_and_arrays(
     """Tiles reach beyond the lengths, sequences of unknown length beyond the arrays."""
     lengths, shape = (5, 7), (9, 12)
     rows, columns = (min(n, e or n) for n, e in zip(lengths, extents, strict=True))
-    bias = inner(rng, rng.standard_normal((1, 1, rows, columns)).astype(np.float32), np.nan)
-    got = library.apply("BiasFloat32", pairs(bias, extents), np.zeros(shape), lengths)
+    values = rng.standard_normal((1, 1, rows, columns)).astype(np.float32)
+    bias = inner(rng, values, np.nan)
+    got = library.apply("BiasFloat320", pairs(bias, extents), np.zeros(shape), lengths)
     np.testing.assert_array_equal(got, clamped(bias[0, 0], *shape))
+    got = library.apply("BiasFloat321", pairs(bias, extents), np.zeros(shape), lengths)
+    expected = np.pad(clamped(bias[0, 0], rows, columns), ((0, 9 - rows), (0, 0)), mode="edge")
+    np.testing.assert_array_equal(got[:, :columns], expected)
+    np.testing.assert_array_equal(got[:, columns:], 0)
 
     seen = inner(rng, rng.integers(0, 2, (1, 1, rows, columns), np.uint8), 1)
     for outside in (0, 1):
@@ -384,7 +389,7 @@ def test_alibi(
 
 
 def test_alibi_of_far_positions(library: Policies) -> None:
-    """Differences of positions are exact before they are rounded."""
+    """Differences of positions are rounded once, but for columns beside each other."""
     slopes = np.array([[0.5]], np.float32)
     for q, k, len_q, len_k in (
         (2**30, 2**30 - 5, 2**31 - 1, 2**31 - 1),
@@ -397,6 +402,9 @@ def test_alibi_of_far_positions(library: Policies) -> None:
             params = alibi_params(slopes, alignment)
             got = library.apply("Alibi", params, np.zeros((1, 1)), (len_q, len_k), start=(q, k))
             assert got == np.float32(-0.5) * np.float32(abs(q + d - k))
+            got = library.apply("Alibi", params, np.zeros((1, 16)), (len_q, len_k), start=(q, k))
+            expected = -0.5 * np.abs(q + d - k - np.arange(16.0))
+            np.testing.assert_allclose(got[0], expected, rtol=U, atol=0.5 * U * abs(q + d - k))
 
 
 ELEMENTS = {
@@ -417,16 +425,36 @@ def test_bias_of_any_type_and_strides(
         return inner(rng, values.astype(ELEMENTS[element]), np.nan)
 
     for bias in layouts(rng, draw):
-        for b, h in np.ndindex(2, 3):
-            got = library.apply(f"Bias{element}", pairs(bias), scores, (5, 7), (b, h))
+        read = int(bias.strides[3] == bias.itemsize)
+        for b, h, way in np.ndindex(2, 3, read + 1):
+            got = library.apply(f"Bias{element}{way}", pairs(bias), scores, (5, 7), (b, h))
             np.testing.assert_array_equal(got, scores + bias[b, h].astype(np.float32))
+
+
+@pytest.mark.parametrize("element", ["Float16", "Bfloat16", "Float32"])
+@pytest.mark.parametrize("length", [1, 4, 5, 6])
+def test_pairs_of_a_bias_are_read_as_one(
+    library: Policies, rng: np.random.Generator, element: str, length: int
+) -> None:
+    """Up to the pair of the last key, whatever is beyond."""
+    bias = rng.standard_normal((2, 3, 5, 6)).astype(ELEMENTS[element])
+    shape = (7, 20)
+    pair = -(-length // 2) * 2
+    for extents in ((0, 0), (5, 6)):
+        for b, h in np.ndindex(2, 3):
+            params = pairs(bias, extents)
+            got = library.apply(f"Bias{element}2", params, np.zeros(shape), (5, length), (b, h))
+            expected = clamped(bias[b, h].astype(np.float32), 7, 6)
+            np.testing.assert_array_equal(got[:, :pair], expected[:, :pair])
+            np.testing.assert_array_equal(got[:, pair:], 0)
 
 
 @pytest.mark.parametrize("element", ["Float16", "Bfloat16"])
 def test_every_number_of_16_bits_is_widened(library: Policies, element: str) -> None:
     bias = np.arange(2**16, dtype=np.uint16).view(ELEMENTS[element])[None, None, None]
-    got = library.apply(f"Bias{element}", pairs(bias), np.zeros((1, 2**16)), (1, 2**16))[0]
-    np.testing.assert_array_equal(got, bias[0, 0, 0].astype(np.float32))
+    for read in (0, 1, 2):
+        got = library.apply(f"Bias{element}{read}", pairs(bias), np.zeros((1, 2**16)), (1, 2**16))
+        np.testing.assert_array_equal(got[0], bias[0, 0, 0].astype(np.float32))
 
 
 def test_the_extremes_of_a_bias_stay(library: Policies) -> None:
@@ -434,7 +462,7 @@ def test_the_extremes_of_a_bias_stay(library: Policies) -> None:
     least = float(np.finfo(np.float32).min)
     for element in ("Float32", "Float64"):
         bias = np.array([[[[least, -np.inf, np.inf, np.nan, 1 + 2.0**-24]]]], ELEMENTS[element])
-        got = library.apply(f"Bias{element}", pairs(bias), np.zeros((1, 5)), (1, 5))[0]
+        got = library.apply(f"Bias{element}1", pairs(bias), np.zeros((1, 5)), (1, 5))[0]
         np.testing.assert_array_equal(got, bias[0, 0, 0].astype(np.float32))
 
 

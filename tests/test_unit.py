@@ -60,7 +60,7 @@ def test_includes_are_files_of_cuda() -> None:
 
 def test_every_type_that_is_named_is_included_once() -> None:
     config = replace(Config(), mask="All<Band<false, true>, Segments<4>, DenseMask>")
-    config = replace(config, t="Chain<Softcap, Bias<Float64>>")
+    config = replace(config, t="Chain<Softcap, Bias<Float64, 1>>")
     assert re.findall(r'#include "(.*)"', render("attention_fwd_sm80", config)) == [
         "scores/score.cuh",
         "scores/softcap.cuh",

@@ -97,8 +97,9 @@ DEVICE int len_k(const Params &p, const Shared &shared) { return Sequences::VARI
 DEVICE void modify(Scores &s, const Params &p, const Shared &shared, int q, int k, u32 lane) {
   if constexpr (RAW) return;
   const Score score(p.score, shared.place.batch, shared.place.head, len_q(p, shared), len_k(p, shared));
-  s.each([&](float &x, int r, int c) {
-    x = score.apply(x * p.scale, q + Scores::row(r, lane), k + Scores::column(c, lane));
+  s.each_pair([&](float &even, float &odd, int r, int c) {
+    even *= p.scale, odd *= p.scale;
+    score.apply(even, odd, q + Scores::row(r, lane), k + Scores::column(0, lane), c);
   });
 }
 

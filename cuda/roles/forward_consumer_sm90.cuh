@@ -118,6 +118,8 @@ struct Consumer {
   DEVICE float factor() const { return FP8 ? scale : p.scale; }
   DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
   DEVICE float c() const { return !Score::IDENTITY ? LOG2_E : apart() ? 1.0f : factor(); }
+  // Tiles of few keys are those of several modifiers, which leave less registers to what is loaded.
+  static constexpr int MODIFIED = FP8 || BLOCK_K % 128 || Score::LOADED > 2 ? COLUMNS : Score::LOADED == 2 ? 32 : 64;
   DEVICE void modify(const Score modifier, int keys, int row, int key) {
     if constexpr (Score::IDENTITY) {
       if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
@@ -125,13 +127,14 @@ struct Consumer {
       // Some columns at a time, which a branch keeps apart: of all at once there are more than registers.
       const u32 lane = ptx::lane();
 #pragma unroll
-      for (int first = 0; first < BLOCK_K; first += COLUMNS)
+      for (int first = 0; first < BLOCK_K; first += MODIFIED)
         if (key + first < keys)
-          s.each(
-              [&](float &score, int r, int c) {
-                score = modifier.apply(score * factor(), row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
+          s.each_pair(
+              [&](float &even, float &odd, int r, int c) {
+                even *= factor(), odd *= factor();
+                modifier.apply(even, odd, row + warp * 16 + s.row(r, lane), key + s.column(0, lane), c);
               },
-              first, COLUMNS);
+              first, MODIFIED);
     }
   }
 

@@ -1,10 +1,12 @@
 // ALiBi (Press et al. 2022): score - slope |i + d - j|, with d = len_k - len_q when the diagonal ends in the
 // bottom-right corner, else 0.
 #pragma once
+#include "ptx/math.cuh"
 #include "scores/score.cuh"
 
 struct Alibi {
   static constexpr bool IDENTITY = false;
+  static constexpr int LOADED = 0;
   struct Params {
     const float *slopes;  // [batch, heads_q]
     i64 batch, head;      // strides in elements
@@ -18,8 +20,13 @@ struct Alibi {
   DEVICE Alibi(const Params &p, int batch, int head, int len_q, int len_k)
       : slope(p.slopes[batch * p.batch + head * p.head]), diagonal(p.bottom_right ? len_k - len_q : 0) {}
 
-  DEVICE float apply(float score, int q, int k) const {
-    const int distance = q + diagonal - k;
-    return score - slope * static_cast<float>(distance < 0 ? -distance : distance);
+  DEVICE void apply(float &even, float &odd, int q, int k, int column) const {
+    const float first = static_cast<float>(q + diagonal - k);  // of all columns; rounded from 2^24 on
+    even -= penalty(first - static_cast<float>(column));
+    odd -= penalty(first - static_cast<float>(column + 1));
   }
+
+ private:
+  // Rounded, so that the difference may be one instruction with what scales the score.
+  DEVICE float penalty(float distance) const { return ptx::mul(slope, fabsf(distance)); }
 };

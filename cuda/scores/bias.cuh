@@ -1,16 +1,64 @@
 // An array that is added to the scores, in fp32.
 #pragma once
+#include "ptx/global.cuh"
 #include "scores/score.cuh"
 #include "tile/pairs.cuh"
 #include "tile/types.cuh"
 
-template <class T>
-struct Bias {
-  static constexpr bool IDENTITY = false;
-  using Params = Pairs<typename T::Storage>::Params;
+template <int BYTES>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = u16;
+};
+template <>
+struct WordOf<4> {
+  using Type = u32;
+};
+template <>
+struct WordOf<8> {
+  using Type = u64;
+};
 
-  Pairs<typename T::Storage> bias;
+// READ elements of a row are read at a time, 1 or 2: rows are contiguous, and of pairs, so that all may be read. 0: the
+// elements of a row are anywhere.
+template <class T, int READ>
+struct Bias {
+  using Element = T::Storage;
+  static constexpr int WORDS = (sizeof(Element) + 3) / 4;  // registers of one
+  static constexpr bool IDENTITY = false;
+  static constexpr int LOADED = READ == 2 ? sizeof(Element) / 2 : 2 * (READ == 1 ? WORDS : WORDS + 2);
+  using Params = Pairs<Element>::Params;
+
+  Pairs<Element> bias;
 
   DEVICE Bias(const Params &p, int batch, int head, int len_q, int len_k) : bias(p, batch, head, len_q, len_k) {}
-  DEVICE float apply(float score, int q, int k) const { return score + T::single(bias.at(q, k)); }
+
+  DEVICE void apply(float &even, float &odd, int q, int k, int column) const {
+    if constexpr (READ == 0) {
+      even += T::single(bias.at(q, k + column));
+      odd += T::single(bias.at(q, k + column + 1));
+    } else {
+      const int room = bias.last_k - k;
+      const Element *from = bias.of(q) + k + column;
+      if constexpr (READ == 1) {
+        even += single(read<Bits>(from, column <= room));
+        odd += single(read<Bits>(from + 1, column < room));
+      } else {
+        const auto both = read<Both>(from, column <= room);
+        even += single(both);
+        odd += single(both >> 8 * sizeof(Bits));
+      }
+    }
+  }
+
+ private:
+  using Bits = WordOf<sizeof(Element)>::Type;
+  using Both = WordOf<(READ == 2 ? 2 : 1) * sizeof(Element)>::Type;
+
+  template <class Word>
+  DEVICE static Word read(const Element *from, bool there) {
+    return ptx::load_if(there, reinterpret_cast<const Word *>(from));
+  }
+  DEVICE static float single(u64 low) { return T::single(__builtin_bit_cast(Element, static_cast<Bits>(low))); }
 };

@@ -1,31 +1,36 @@
-// What a score modifier is: it maps a score, in units of the natural logarithm, to another one. Queries and keys are
+// What a score modifier is: it maps scores, in units of the natural logarithm, to other ones. Queries and keys are
 // positions within their sequences; tiles reach beyond the lengths, and what is computed there is not used. A policy is
-// built from (Params, batch, head, len_q, len_k), with the lengths in use.
+// built from (Params, batch, head, len_q, len_k), with the lengths in use. It takes two scores of a query at a time,
+// those of the keys k + column, which is even, and k + column + 1: k is the same for all scores of a thread in a row of
+// a tile, and column a constant when loops are unrolled.
 #pragma once
 #include "device.cuh"
 
 template <class Score>
-concept ScorePolicy = requires(const Score &score, float x, int i) {
+concept ScorePolicy = requires(const Score &score, float &x, int i) {
   typename Score::Params;  // what the host passes: plain data of whole 8-byte words
   Score(typename Score::Params{}, i, i, i, i);
-  bool(Score::IDENTITY);        // apply returns the score as it is
-  float(score.apply(x, i, i));  // apply(score, q, k)
+  bool(Score::IDENTITY);       // apply leaves scores as they are
+  int(Score::LOADED);          // registers that what it loads for two scores fills
+  score.apply(x, x, i, i, i);  // apply(even, odd, q, k, column)
 };
 
 struct Identity {
   static constexpr bool IDENTITY = true;
+  static constexpr int LOADED = 0;
   struct Params {
     u64 unused;
   };
 
   DEVICE Identity(const Params &, int, int, int, int) {}
-  DEVICE float apply(float score, int, int) const { return score; }
+  DEVICE void apply(float &, float &, int, int, int) const {}
 };
 
 // One after the other, the first one first.
 template <class First, class... Others>
 struct Chain {
   static constexpr bool IDENTITY = First::IDENTITY && Chain<Others...>::IDENTITY;
+  static constexpr int LOADED = First::LOADED + Chain<Others...>::LOADED;
   struct Params {
     First::Params first;
     Chain<Others...>::Params others;
@@ -37,7 +42,10 @@ struct Chain {
   DEVICE Chain(const Params &p, int batch, int head, int len_q, int len_k)
       : first(p.first, batch, head, len_q, len_k), others(p.others, batch, head, len_q, len_k) {}
 
-  DEVICE float apply(float score, int q, int k) const { return others.apply(first.apply(score, q, k), q, k); }
+  DEVICE void apply(float &even, float &odd, int q, int k, int column) const {
+    first.apply(even, odd, q, k, column);
+    others.apply(even, odd, q, k, column);
+  }
 };
 
 template <class Score>

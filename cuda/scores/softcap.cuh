@@ -5,6 +5,7 @@
 
 struct Softcap {
   static constexpr bool IDENTITY = false;
+  static constexpr int LOADED = 0;
   struct Params {
     float cap, inverse;  // inverse = 1 / cap
   };
@@ -13,13 +14,15 @@ struct Softcap {
 
   DEVICE Softcap(const Params &p, int, int, int, int) : limit(fminf(END * p.cap, 3.40282347e38f)), inverse(p.inverse) {}
 
-  DEVICE float apply(float score, int, int) const {
+  DEVICE void apply(float &even, float &odd, int, int, int) const { even = capped(even), odd = capped(odd); }
+
+ private:
+  DEVICE float capped(float score) const {
     const float s = ptx::min_nan(ptx::max_nan(score, -limit), limit), x = s * inverse, y = x * x;
     const float p = polynomial(P, y), q = polynomial(Q, y);
     return s * (p * ptx::rcp(q));
   }
 
- private:
   // tanh(x) / x = P(x^2) / Q(x^2) up to END, off by 2^-25; beyond, tanh is 1 to 2^-24. One rcp and FMAs of positive
   // terms: 15 instructions, and a third of the time on the special-function unit that 1 - 2 / (e^2x + 1) takes.
   static constexpr float END = 9.01f;

@@ -24,6 +24,17 @@ struct Fragment {
         for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, 8 * n + i % 2);
   }
 
+  // f(even, odd, row, column) of neighbours in a row, likewise.
+  template <class F>
+  DEVICE void each_pair(F f) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) f(x[m][n][i], x[m][n][i + 1], 2 * m + i / 2, 8 * n);
+  }
+
   DEVICE static int row(int index, u32 lane) { return index / 2 * 16 + index % 2 * 8 + static_cast<int>(lane / 4); }
   DEVICE static int column(int index, u32 lane) { return index + static_cast<int>(lane % 4 * 2); }
 };

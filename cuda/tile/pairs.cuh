@@ -25,7 +25,6 @@ struct Pairs {
         last_q(last_position(len_q, p.rows)),
         last_k(last_position(len_k, p.columns)) {}
 
-  DEVICE Element at(int q, int k) const {
-    return x[(q < last_q ? q : last_q) * row + (k < last_k ? k : last_k) * column];
-  }
+  DEVICE const Element *of(int q) const { return x + (q < last_q ? q : last_q) * row; }
+  DEVICE Element at(int q, int k) const { return of(q)[(k < last_k ? k : last_k) * column]; }
 };

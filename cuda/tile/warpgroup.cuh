@@ -54,6 +54,13 @@ struct Accumulator {
     for (int i = first / 2; i < (first + columns) / 2; ++i) f(x[i], i / 2 % 2, i / 4 * 8 + i % 2);
   }
 
+  // f(even, odd, row, column) of neighbours in a row, likewise.
+  template <class F>
+  DEVICE void each_pair(F f, int first = 0, int columns = N) {
+#pragma unroll
+    for (int i = first / 2; i < (first + columns) / 2; i += 2) f(x[i], x[i + 1], i / 2 % 2, i / 4 * 8);
+  }
+
   DEVICE void zero() {
     each([](float &value, int, int) { value = 0.0f; });
   }

@@ -1,0 +1,28 @@
+// Global memory that nothing writes while the kernel runs (PTX ISA, "ld.global.nc"), read where a condition holds; 0
+// where it does not.
+#pragma once
+#include "device.cuh"
+
+namespace ptx {
+
+#define CUPYFLASH_LOAD_IF(TYPE, BITS, LETTER)             \
+  DEVICE TYPE load_if(bool condition, const TYPE *from) { \
+    TYPE x;                                               \
+    asm("{\n"                                             \
+        ".reg .pred there;\n"                             \
+        "setp.ne.u32 there, %1, 0;\n"                     \
+        "mov.b" #BITS                                     \
+        " %0, 0;\n"                                       \
+        "@there ld.global.nc.b" #BITS                     \
+        " %0, [%2];\n"                                    \
+        "}"                                               \
+        : "=&" LETTER(x)                                  \
+        : "r"(static_cast<u32>(condition)), "l"(from));   \
+    return x;                                             \
+  }
+
+CUPYFLASH_LOAD_IF(u16, 16, "h")
+CUPYFLASH_LOAD_IF(u32, 32, "r")
+CUPYFLASH_LOAD_IF(u64, 64, "l")
+
+}  // namespace ptx

@@ -1,0 +1,18 @@
+// Twin of cuda/ptx/global.cuh.
+#pragma once
+#include "device.cuh"
+#include "runtime.h"
+
+namespace ptx {
+
+#define CUPYFLASH_LOAD_IF(TYPE)                                                        \
+  DEVICE TYPE load_if(bool condition, const TYPE *from, emu::Loc = emu::Loc::here()) { \
+    using Word [[gnu::may_alias]] = TYPE;                                              \
+    return condition ? *reinterpret_cast<const Word *>(from) : TYPE{0};                \
+  }
+
+CUPYFLASH_LOAD_IF(u16)
+CUPYFLASH_LOAD_IF(u32)
+CUPYFLASH_LOAD_IF(u64)
+
+}  // namespace ptx
