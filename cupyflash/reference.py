@@ -202,7 +202,7 @@ def _forward(packed: Packed, a: Arithmetic, power: int = 1) -> tuple[np.ndarray,
         q, k, v = packed.load(at, a.compute)
         s, _ = _scores(packed, at, q, k, a)
         visible, p, lse[at.h, at.rows], _ = _softmax(s, packed.sink[at.h])
-        pz = a.round(p * packed.keep(at))
+        pz = a.round(p) * packed.keep(at)
         out[at.rows, at.h] = _visible_sum(pz, v, visible, a, power) * packed.rescale**power
     return out if power == 1 else np.sqrt(out), lse
 
@@ -223,7 +223,7 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         s, dcap = _scores(packed, at, q, k, a)
         visible, p, _, sink = _softmax(s, packed.sink[at.h])
         keep = packed.keep(at)
-        pz = a.round(p * keep)
+        pz = a.round(p) * keep
         dp = np.where(visible, keep * (do @ v.T) * packed.rescale, 0)
         delta = (p * dp).sum(axis=1)
         if a.store is not None:

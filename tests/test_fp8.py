@@ -187,6 +187,18 @@ def test_plain_rounds_weights_where_the_largest_is_256() -> None:
     np.testing.assert_allclose(out[0, 0, 0, :2].astype(float), [share, share * expected], rtol=4e-3)
 
 
+def test_plain_rounds_weights_before_dropout() -> None:
+    """The largest weight of a row may be one that is dropped."""
+    q, k = np.zeros((1, 16, 1, 16), E5M2), np.zeros((1, 2, 1, 16), E5M2)
+    q[...], k[0, 0, 0, 0] = 1, 16
+    v = np.eye(2, 16)[None, :, None].astype(E5M2)
+    options = {"softmax_scale": 1.0, "dropout_p": 0.5, "rng_state": (1, 2)}
+    out, _ = reference.plain(q, k, v, **options)
+    kept = cupyflash.dropout_mask((1, 2), 0.5, (1, 1, 16, 2))[0, 0]
+    assert (kept == [False, True]).all(axis=1).any()
+    np.testing.assert_array_equal(out[0, :, 0, :2].astype(float), kept * [2.0, 0.0])
+
+
 # Arguments
 
 
