@@ -659,7 +659,7 @@ def _width(operands: Mapping[str, Array]) -> int:
 def _readable(x: Array) -> int:
     """Return how many neighbours in any row of an array may be read at once: 2, 1, or 0."""
     *outer, column = x.strides
-    if column != 1 and x.shape[-1] > 1:
+    if column != 1 or x.shape[-1] == 1:  # one element of packed sequences is that of all keys
         return 0
     size = 2 * ITEMSIZES[x.dtype]
     steps = [stride for stride, length in zip(outer, x.shape, strict=False) if length > 1]
