@@ -104,6 +104,9 @@ class Sizes(click.ParamType):
             self.fail(f"{value!r} is not a comma list of integers", param, ctx)
 
 
+DTYPES = "Also fp16, fp32, fp64, e4m3, e5m2."
+
+
 def problem_options(command: Any) -> Any:
     """Add the options that describe one problem; they arrive as its `Case`."""
 
@@ -128,7 +131,7 @@ def problem_options(command: Any) -> Any:
 
     for option in reversed(
         (
-            click.option("--dtype", default="bf16", show_default=True, help="Also fp16, fp32."),
+            click.option("--dtype", default="bf16", show_default=True, help=DTYPES),
             click.option("--batch", default=1, show_default=True),
             click.option("--len-q", default=1024, show_default=True),
             click.option("--len-k", type=int, help="By default as --len-q."),

@@ -81,7 +81,8 @@ def list_(as_json: bool) -> None:
 def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
     """Say which kernel computes a problem and with what resources, and why the others do not.
 
-    Exits with 1 if there is none.
+    Of problems with other options (packed sequences, softcap, bias, dropout) `cupyflash.explain`
+    of Python says it. Exits with 1 if there is none.
     """
     from . import explain
 
@@ -188,7 +189,7 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
 
 
 @main.command()
-@click.option("--suite", help="A named suite: generic, hopper, host or cpu.")
+@click.option("--suite", help="One of generic, hopper, modifiers, varlen, host, cpu.")
 @click.option("--render", type=FILE, help="Show a results file.")
 @click.option("--dtype", help=lists("bf16", "fp32"))
 @click.option("--batch", type=Sizes(), default="1", show_default=True, help="Comma list.")

@@ -92,6 +92,7 @@ def test_version_is_the_packages() -> None:
         ["bench", "--batch", "-1"],
         ["bench", "--vs", "fa9"],
         ["bench", "--suite", "fast"],
+        ["bench", "--kernel", "fast"],
         ["bench", "-o", "xml"],
         ["bench", "--metric", "foo"],
         ["bench", "--rounds", "0"],

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _jit
+from .. import _jit, _kernels
 from ..errors import DeviceUnavailable, InvalidArgument
 from . import environment
 from .case import Case, short_dtype, split_masks
@@ -63,6 +63,11 @@ class Sweep:
         if device == "auto":
             device = "cuda" if environment.gpu_present() else "cpu"
         require(device)
+        names = [kernel.name for kernel in _kernels.KERNELS]
+        if self.kernel is not None and self.kernel not in names:
+            raise InvalidArgument(
+                f"`kernel` must be one of {', '.join(names)}, got {self.kernel!r}"
+            )
         return (Group(self.cases(device), tuple(choose(self.vs, device)), device, self.kernel),)
 
     def cases(self, device: str) -> tuple[Case, ...]:
