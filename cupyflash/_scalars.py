@@ -21,6 +21,7 @@ __all__ = [
     "flag",
     "hint",
     "integer",
+    "is_array",
     "number",
     "random_state",
     "recorded_state",
@@ -79,7 +80,7 @@ def random_state(rng_state: Any, needed: bool, device: int) -> tuple[int, int] |
 
 def recorded_state(rng_state: Any) -> Any:
     """Return the state of dropout as `random_state` takes it: of an array, the record."""
-    if rng_state is None or isinstance(rng_state, tuple | list):
+    if not is_array(rng_state):  # `random_state` refuses what is no pair either
         return rng_state
     return adapter_of(rng_state, "rng_state").array(rng_state, "rng_state")
 
@@ -107,6 +108,8 @@ def architecture(arch: Any) -> int:
 def integer(name: str, value: Any) -> int:
     """Return an integer of any library's type as Python's."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise InvalidType(f"`{name}` must be an integer, got {value!r:.60}") from None
@@ -134,7 +137,7 @@ def number(name: str, value: Any) -> float:
 
 def factor(name: str, value: Any) -> float | None:
     """Return a number that fp8 inputs are multiplied by, or None where it is an array."""
-    if not isinstance(value, np.generic) and any(map(functools.partial(hasattr, value), ARRAYS)):
+    if not isinstance(value, np.generic) and is_array(value):
         return None
     return _finite(name, value, float(np.finfo(np.float32).max))
 
@@ -153,6 +156,11 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InvalidType(f"`{name}` must be a bool, got {type(value).__name__}: use True or False")
     return bool(value)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether an argument is an array of some library, or a record of one."""
+    return any(map(functools.partial(hasattr, value), ARRAYS))
 
 
 def _is_real(value: Any) -> bool:

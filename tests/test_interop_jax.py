@@ -474,6 +474,25 @@ def test_integers_that_jax_cannot_hold_are_refused(host: Kit) -> None:
     np.testing.assert_array_equal(host.get(out), host.get(cupyflash.attention(q, k, v)))
 
 
+def test_a_key_is_refused_with_what_to_pass(kit: Kit) -> None:
+    q, k, v = map(kit.put, inputs())
+    key = jax.random.key(3)
+    with pytest.raises(InvalidType, match=r"^`rng_state` has .*: pass .* jax\.random\.key_data"):
+        attend(q, k, v, dropout_p=0.5, rng_state=key)
+    state = jax.random.key_data(key)
+    drawn = attend(q, k, v, dropout_p=0.5, rng_state=state)
+    same = attend(q, k, v, dropout_p=0.5, rng_state=tuple(np.asarray(state).tolist()))
+    for x, y in zip(drawn, same, strict=True):
+        np.testing.assert_array_equal(kit.get(x), kit.get(y))
+
+
+@pytest.mark.parametrize("state", [5, "ab", True], ids=repr)
+def test_what_is_no_state_is_refused(kit: Kit, state: Any) -> None:
+    q, k, v = map(kit.put, inputs())
+    with pytest.raises(InvalidType, match=r"^`rng_state` must be two integers \(seed, offset\)"):
+        attend(q, k, v, dropout_p=0.5, rng_state=state)
+
+
 # On a GPU
 
 

@@ -156,6 +156,7 @@ def test_lengths_in_use_are_what_a_bias_must_reach() -> None:
         ({"mask": Segments(np.zeros((3, 5), int))}, InvalidArgument, "`mask.q` has 5 keys"),
         ({"mask": PrefixLM([1, 2])}, InvalidArgument, "`mask.prefix` must broadcast to (batch,) ="),
         ({"max_seqlen_q": 1.5}, InvalidType, "`max_seqlen_q` must be an integer, got 1.5"),
+        ({"max_seqlen_q": True}, InvalidType, "`max_seqlen_q` must be an integer, got True"),
         ({"max_seqlen_k": -1}, InvalidArgument, "`max_seqlen_k` must be a length from 0 on"),
         ({"kernel": "flash"}, InvalidArgument, "`kernel` must be None or one of"),
     ],

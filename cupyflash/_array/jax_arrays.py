@@ -47,8 +47,12 @@ def is_tracer(x: Any) -> bool:
 
 def element_type(x: Any, name: str) -> str:
     """Return the name of a JAX array's or tracer's element type."""
-    # The extended ones (PRNG keys) are no NumPy dtypes.
-    return dtype_name(x.dtype if isinstance(x.dtype, np.dtype) else np.dtype(object), name)
+    if not isinstance(x.dtype, np.dtype):  # an extended one
+        raise InvalidType(
+            f"`{name}` has elements of type {x.dtype}, which are no numbers: pass the data of a "
+            "key, as jax.random.key_data returns it"
+        )
+    return dtype_name(x.dtype, name)
 
 
 def device_of(x: Any, name: str) -> int:

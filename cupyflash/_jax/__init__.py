@@ -23,7 +23,7 @@ from .._problem import (
     is_metadata,
     stand_in,
 )
-from .._scalars import factor, random_state, recorded_state
+from .._scalars import factor, is_array, random_state, recorded_state
 from ..errors import InvalidArgument, UnsupportedProblem
 from .run import Call, bound_of, compute, views_of
 
@@ -194,8 +194,7 @@ def _canonical(x: np.ndarray, name: str) -> np.ndarray:
 
 def _words(rng_state: Any) -> Any:
     """Return a random state as an array of JAX's, or as one that it takes without 64-bit types."""
-    listed = isinstance(rng_state, tuple | list)
-    if not listed and adapter_of(rng_state, "rng_state").framework == "jax":
+    if is_array(rng_state) and adapter_of(rng_state, "rng_state").framework == "jax":
         kind = element_type(rng_state, "rng_state")
         seed_offset(np.zeros(rng_state.shape, kind))  # refuses other types and shapes
         return rng_state
