@@ -341,7 +341,7 @@ def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Ex
         host memory; only with sizes.
     **arguments : object
         Options as `attention` and `attention_varlen` take them; with sizes, True stands for an
-        optional array.
+        optional array, and a mask may have 0 for each array: ``PrefixLM(0)``, ``Segments(0)``.
 
     Returns
     -------

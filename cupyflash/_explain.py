@@ -23,6 +23,7 @@ from ._problem import (
     describe,
     forms,
     host_metadata,
+    is_metadata,
     shapes,
     stand_in,
 )
@@ -192,7 +193,14 @@ def resolve(
         arch = None if device == HOST else _jit.compute_capability(device)
     for name, x in given.items():
         if x is not None and name not in records:
-            records[name] = stand_in(name, x, records["q"]) or _record(name, x)
+            record = stand_in(name, x, records["q"])
+            if record is None and arrays[0] is None and not is_metadata(name):
+                expected = "None" if name == "out" else "True or None"
+                raise InvalidArgument(
+                    f"`{name}` must be {expected} where sizes describe q, k and v, "
+                    f"got {type(x).__name__}: pass that, or all arrays"
+                )
+            records[name] = record or _record(name, x)
     flag("return_lse", options.get("return_lse", False))
     state = options.get("rng_state")
     # The state decides nothing here, so that it may be missing; True stands for one.
@@ -306,5 +314,5 @@ def _dtype_name(dtype: Any) -> str:
     except TypeError:
         name = str(dtype).rpartition(".")[2]
     if name not in ITEMSIZES:
-        raise InvalidType(f"`dtype` must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
+        raise InvalidType(f"`dtype` must be one of {', '.join(DTYPES['q'])}, got {dtype!r}")
     return name

@@ -87,14 +87,14 @@ def seed_offset(rng_state: Any) -> tuple[int, int]:
     return seed % 2**64, offset % 2**64
 
 
-def threshold(p: float) -> int:
+def threshold(p: float, name: str = "dropout_p") -> int:
     """Return T, the number of the 65536 values of a 16-bit draw that drop a score."""
     try:
         chance = math.nan if isinstance(p, str | bytes | bool) else float(p)
     except (TypeError, ValueError):
         chance = math.nan
     if not 0.0 <= chance <= 1.0:
-        raise InvalidArgument(f"`dropout_p` must be from 0 to 1, got {p!r:.60}")
+        raise InvalidArgument(f"`{name}` must be from 0 to 1, got {p!r:.60}")
     return round(65536 * chance)
 
 
@@ -155,6 +155,8 @@ def dropout_mask(rng_state: Any, p: float, shape: tuple[int, int, int, int]) -> 
     -------
     bool array of that shape
     """
+    seed_offset(rng_state)
+    threshold(p, "p")
     try:
         batch, heads, len_q, len_k = map(operator.index, shape)
         mask = np.empty((batch, heads, len_q, len_k), bool)

@@ -348,7 +348,7 @@ def test_supports_is_explain_in_one_bit() -> None:
         ({"len_q": 5.0, "head_dim": 8}, InvalidArgument, "`len_q` .*5.0"),
         ({"len_q": 5, "head_dim": 8, "arch": "hopper"}, InvalidArgument, "`arch` .*'hopper'"),
         ({"len_q": 5, "head_dim": 8, "arch": 9.0}, InvalidArgument, r"`arch` .*9\.0"),
-        ({"len_q": 5, "head_dim": 8, "dtype": "bf16"}, InvalidType, "`dtype` .*'bf16'"),
+        ({"len_q": 5, "head_dim": 8, "dtype": "bf16"}, InvalidType, "`dtype` .*e5m2, got 'bf16'"),
         ({"len_q": 5, "head_dim": 8, "dtype": None}, InvalidType, "`dtype` .*None"),
         ({"len_q": 5, "head_dim": 8, "dtype": "int32"}, InvalidType, "`q` has dtype int32"),
         ({"len_q": 5, "head_dim": 8, "causual": True}, InvalidType, "`causual` is no option"),
@@ -357,6 +357,12 @@ def test_supports_is_explain_in_one_bit() -> None:
         ({"len_q": 5, "head_dim": 8, "kernel": "x"}, InvalidArgument, "`kernel` must be None"),
         ({"len_q": 5, "head_dim": 8, "layout": "sbhd"}, InvalidArgument, "`layout`"),
         ({"q": np.zeros((1, 2, 3, 4))}, InvalidType, "`k` must be an array"),
+        (
+            {"len_q": 5, "head_dim": 8, "attn_bias": np.zeros((5, 5))},
+            InvalidArgument,
+            "^`attn_bias` must be True or None .*, got ndarray: pass that, or all arrays$",
+        ),
+        ({"len_q": 5, "head_dim": 8, "out": True}, InvalidArgument, "^`out` must be None .*bool"),
     ],
 )
 @pytest.mark.parametrize("function", [cupyflash.explain, cupyflash.supports])

@@ -93,7 +93,7 @@ def test_the_device_of_warmup(device: Any) -> None:
 
 @pytest.mark.parametrize("p", [None, "0.5", "x", True, np.nan, 2, [0.5, 0.5]], ids=repr)
 def test_the_probability_of_a_mask(p: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"^`dropout_p`"):
+    with pytest.raises(InvalidArgument, match=r"^`p` must be from 0 to 1, got "):
         cupyflash.dropout_mask(STATE, p, (1, 1, 2, 2))
 
 
