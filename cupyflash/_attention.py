@@ -103,7 +103,8 @@ def attention(
         Probability that an attention weight is dropped.
     rng_state : (seed, offset) or integer array, optional
         Of the dropout; the same state gives the same mask (see `dropout_mask`). PyTorch draws one
-        from its generator where it is None; elsewhere dropout needs it.
+        from its generator where it is None; elsewhere dropout needs it, from JAX for example
+        ``jax.random.key_data(key)``.
     q_descale, k_descale, v_descale : float or float32 array, optional
         What fp8 inputs are multiplied by; arrays are broadcastable to (batch, heads_k), and
         ``q_descale`` is of the query heads that share a head of k.
