@@ -254,13 +254,15 @@ def test_a_call_with_descales_can_be_talked_about(value: Any) -> None:
     if isinstance(value, np.ndarray):
         said = cupyflash.explain(*draw(), k_descale=value)
         assert said.kernel == "cpu"
+        wider = {name: x.astype(np.float16) for name, x in zip("qkv", draw(), strict=True)}
     else:
+        wider = {**sizes, "dtype": "float16"}
         said = cupyflash.explain(**sizes, k_descale=value)
         assert said.kernel == "attention_fwd_sm90"
         assert "float8_e5m2" in str(said)
         assert not cupyflash.supports(**sizes, arch=100, k_descale=value)
     with pytest.raises(InvalidArgument, match="`k_descale` is only for fp8 inputs"):
-        cupyflash.explain(**{**sizes, "dtype": "float16"}, k_descale=value)
+        cupyflash.explain(**wider, k_descale=value)
 
 
 # Frameworks
