@@ -235,7 +235,8 @@ def attention_varlen(
         As in `attention`.
     attn_bias : float array, optional
         Added to the scores, by position in the sequence: (batch, heads_q, longest_q, longest_k),
-        where each size may be 1, and the last two may be larger. Beyond its end it repeats.
+        where each size may be 1, and the last two may be larger. What a score beyond
+        its end is given is not defined.
     attn_mask : bool array, optional
         True where a query sees a key; by position likewise.
     mask : Mask, optional
