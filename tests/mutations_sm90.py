@@ -217,8 +217,8 @@ SYNCHRONISATION = (
         "ptx::registers_decrease<", "if (threadIdx.x % 128 < 32) ptx::registers_decrease<",
         "causal", "setmaxnreg"),
     Mutation("fp8: the proxy fence after V is transposed is left out", PRODUCER,
-        "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy what", "//", "fp8",
-        "no fence.proxy.async"),
+        "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy what", "//",
+        "fp8", "no fence.proxy.async"),
     Mutation("fp8: the warp barrier after V is transposed is left out", PRODUCER,
         "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full",
         "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full", "fp8", NO_BARRIER),
@@ -364,8 +364,10 @@ MODIFIERS = (
         "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy\n", "\n",
         "packed", "no fence.proxy.async"),
     Mutation("the warp barrier after V is cleared is left out", PRODUCER,
-        "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(ptx::smem",
-        "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(ptx::smem", "packed", NO_BARRIER),
+        "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n"
+        "        ptx::mbarrier_arrive(ptx::smem_address(&shared.v_ring.full",
+        "if (ptx::lane() == 0) {\n"
+        "        ptx::mbarrier_arrive(ptx::smem_address(&shared.v_ring.full", "packed", NO_BARRIER),
     Mutation("V is cleared before it has landed", PRODUCER,
         "      tail.wait_full(shared.tail.ring);\n", "", "packed", NO_BARRIER),
     Mutation("the warp that clears V is not told of the end", PRODUCER,
