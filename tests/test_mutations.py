@@ -100,3 +100,11 @@ def test_a_fault_is_reported(
 def test_mutations_have_names_of_their_own(suite: Any) -> None:
     assert len({mutation.name for mutation in suite.ALL}) == len(suite.ALL)
     assert {mutation.problem for mutation in suite.ALL} == set(suite.PROBLEMS)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_faults_have_one_place_in_the_sources(suite: Any) -> None:
+    """Also those that only run nightly."""
+    sources = _jit.sources()
+    lost = [m.name for m in suite.ALL if sources[m.file].count(m.old) != 1]
+    assert lost == []
