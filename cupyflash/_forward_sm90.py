@@ -15,13 +15,22 @@ from ._launch import LOG2_E, MAPS_BYTES, OUTPUTS, Launch
 from ._modifiers import Policies, pack, places, policies
 from ._problem import Operands, Problem
 from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
-from ._tuning_sm90 import HEAD_DIMS, SHORT, TYPES, ForwardSm90, forward_sm90, head_dim_classes
+from ._tuning_sm90 import (
+    HEAD_DIMS,
+    SHORT,
+    TYPES,
+    ForwardSm90,
+    count,
+    forward_sm90,
+    head_dim_classes,
+)
 
 __all__ = ["DTYPES", "NAME", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm90"
 DTYPES: tuple[str, ...] = tuple(TYPES)
 UNIT = 16  # bytes: of addresses, strides and rows
+ROOMY_DIM = 128  # up to here registers leave room for several modifiers where lengths vary
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
 # What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit inputs
@@ -64,6 +73,13 @@ def _refuse_dims(problem: Problem) -> str | None:
 def _refuse_sequences(problem: Problem) -> str | None:
     if problem.packed and problem.batch == 0 and not problem.empty:
         return "needs a sequence, got none"  # a tile would have no entry of the masks' arrays
+    chosen = policies(problem)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > ROOMY_DIM and chosen.sequences != "Dense" and count(chosen) > 1:
+        return (
+            f"takes lengths that vary with one of softcap, ALiBi, bias, masks and dropout at head "
+            f"dims above {ROOMY_DIM}, got {count(chosen)}"
+        )
     return None
 
 

@@ -24,7 +24,14 @@ SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 SHARED_KIB_OF_OTHERS = 99
 
 # Policies that take registers of a kernel's loop: positions, addresses, random numbers.
-HEAVY = ("Alibi", "Bias", "DenseMask", "Segments", "Dropout")
+HEAVY = (
+    "Alibi",
+    "Bias",
+    "Float64",
+    "DenseMask",
+    "Segments",
+    "Dropout",
+)  # Float64: of a bias or sink
 MANY = len(HEAVY)
 
 

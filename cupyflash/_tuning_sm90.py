@@ -7,7 +7,7 @@ from ._array import ITEMSIZES
 from ._modifiers import Policies
 
 __all__ = [
-    "EIGHT", "HALF", "HEAD_DIMS", "SHORT", "ForwardSm90", "Tiles", "forward_sm90",
+    "EIGHT", "HALF", "HEAD_DIMS", "SHORT", "ForwardSm90", "Tiles", "count", "forward_sm90",
     "head_dim_classes", "row_bytes",
 ]  # fmt: skip
 
@@ -151,12 +151,17 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> in
     return q + k + tiles.v_stages * transposed + landing + parked + 1024
 
 
+def count(policies: Policies) -> int:
+    """Return how many policies need registers."""
+    modifiers = sum(name in policies.score for name in ("Softcap", "Alibi", "Bias"))
+    return modifiers + (policies.mask_bytes > SMALL_MASK) + (policies.dropout != "KeepAll")
+
+
 def _is_heavy(policies: Policies, head_dim: int) -> bool:
     """Return whether the policies of a kernel need registers that larger tiles do not leave."""
-    masks, drops = policies.mask_bytes > SMALL_MASK, policies.dropout != "KeepAll"
-    modifiers = sum(name in policies.score for name in ("Softcap", "Alibi", "Bias"))
-    if modifiers + masks + drops > 1:
+    if count(policies) > 1:
         return True
+    masks = policies.mask_bytes > SMALL_MASK
     return masks if head_dim <= 64 else head_dim > 128 and (masks or "Bias" in policies.score)
 
 

@@ -345,7 +345,7 @@ MASKS = (
     Mutation("a block past the last key counts as whole", CONSUMER,
         "key + BLOCK_K <= len_k(p, at) && mask.whole", "mask.whole", "full", WRONG),
     Mutation("keys past the last are not hidden", CONSUMER,
-        "key + s.column(c, lane) >= keys || (SMALL", "(SMALL", "full", WRONG),
+        "key + s.column(c, lane) >= len_k(p, at) || (SMALL", "(SMALL", "full", WRONG),
     Mutation("the mask is that of the rows of the first warp", CONSUMER,
         "mask.keep(row + warp * 16 +", "mask.keep(row +", "causal", WRONG),
     Mutation("the first block of a tile is not masked", CONSUMER,

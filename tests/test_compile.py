@@ -133,8 +133,10 @@ def modified_gate() -> list[Any]:
     calls += [(arch, "bfloat16", dim, ALL) for arch, dim in itertools.product(SHARED, (64, 128))]
     calls += [(90, dtype, dim, ALL) for dtype in ("float16", "float32") for dim in HEAD_DIMS]
     hopper = [(90, "bfloat16", 128, (name,)) for name in MODIFIERS]
-    hopper += [(90, "bfloat16", head_dim, ALL) for head_dim in (64, 128, 256)]
+    hopper += [(90, "bfloat16", head_dim, ALL) for head_dim in (64, 128)]
     dense = tuple(name for name in ALL if name not in ("used", "packed"))
+    hopper += [(90, "bfloat16", 256, dense)]
+    hopper += [(90, "bfloat16", 256, (name, "packed")) for name in ("bias", "mask", "dropout")]
     hopper += [(90, "float8_e4m3fn", head_dim, dense) for head_dim in (64, 128, 256)]
     return [
         pytest.param(row, *call, id="-".join(map(str, (row.name, *call[:3], "+".join(call[3])))))

@@ -110,6 +110,10 @@ def test_every_row_gives_its_reason(changes: dict[str, Any], words: str) -> None
         ({"dtype": "float32"}, "takes float16, bfloat16, .*e5m2, got float32"),
         ({"dtype": "float8_e5m2", "head_dim": 72}, "needs head_dim from 16 .* of 16, got 72"),
         ({"packed": True, "batch": 0}, "needs a sequence, got none"),
+        (
+            {"packed": True, "head_dim": 192, "softcap": 1.0, "dropout_p": 0.5},
+            "lengths that vary with one of .* at head dims above 128, got 2",
+        ),
         ({"head_dim": 0, "head_dim_v": 64}, "needs head_dim from 8 to 256 in steps of 8, got 0"),
         ({"head_dim_v": 60}, "needs head_dim_v from 8 to 256 in steps of 8, got 60"),
         ({"head_dim_v": 264}, "needs head_dim_v from 8 to 256 in steps of 8, got 264"),

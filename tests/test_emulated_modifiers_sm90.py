@@ -35,8 +35,9 @@ ALONE = tuple(
 SUBSETS = (
     Modified(200, 270, 128, 128, **HEADS, window_size=(150, 3), modifiers=SCORES),
     Modified(140, 170, 192, 192, softmax_scale=-0.1,
-             modifiers=("bias_fp64", "mask_of_keys", "dropout_array", "used_k")),
-    Modified(140, 150, 256, 256, "float16", modifiers=(*SCORES, *MASKS[:3], "used_q", "used_k")),
+             modifiers=("bias_fp64", "mask_of_keys", "dropout_array")),
+    Modified(140, 150, 256, 256, "float16", modifiers=(*SCORES, *MASKS[:3])),
+    Modified(140, 150, 192, 192, "float16", modifiers=("bias", "used_q", "used_k")),
     Modified(200, 150, 40, 24, batch=3, **HEADS, causal=True,
              modifiers=("prefix", "used_q", "used_k", "sink")),
 )  # fmt: skip

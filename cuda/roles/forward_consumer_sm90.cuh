@@ -98,18 +98,17 @@ struct Consumer {
   // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
   DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
     const u32 lane = ptx::lane();
-    const int keys = len_k(p, at);
     const auto hidden = [&](int r, int c) {
       return !mask.keep(row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
     };
     if constexpr (!SMALL_MASK) {
 #pragma unroll
       for (int first = 0; first < BLOCK_K; first += COLUMNS)  // see modify
-        if (key + first < keys)
+        if (key + first < len_k(p, at))
           s.each([&](float &score, int r, int c) { score = hidden(r, c) ? -INFINITE : score; }, first, COLUMNS);
     }
     s.each([&](float &score, int r, int c) {
-      if (key + s.column(c, lane) >= keys || (SMALL_MASK && hidden(r, c))) score = -INFINITE;
+      if (key + s.column(c, lane) >= len_k(p, at) || (SMALL_MASK && hidden(r, c))) score = -INFINITE;
     });
   }
 
