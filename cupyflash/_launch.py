@@ -60,6 +60,7 @@ class Launch:
     persistent: bool = False  # a block computes tile after tile: one a multiprocessor is enough
     tickets: bool = False  # whether the blocks draw the numbers of their tiles, see _tickets
     places: tuple[tuple[str | int, int], ...] = ()  # of other addresses, see _modifiers.places
+    scratch: tuple[tuple[int, int], ...] = ()  # offset in params, bytes into the call's scratch
 
     def blocks(self, multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid on a device of so many multiprocessors."""

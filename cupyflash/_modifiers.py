@@ -6,7 +6,7 @@ as whole 8-byte words. A policy that is not there has one word that nobody reads
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ._array import ITEMSIZES, Array
@@ -14,7 +14,7 @@ from ._philox import rescale, threshold
 from ._problem import Operands, Problem
 from .masks import Band, Mask, PrefixLM, Segments
 
-__all__ = ["HEADERS", "Policies", "pack", "places", "policies"]
+__all__ = ["HEADERS", "SIZES", "Policies", "pack", "pack_sequences", "places", "policies"]
 
 WORD = 8  # bytes
 UNUSED = bytes(WORD)
@@ -82,6 +82,10 @@ class Policies:
         return sum(SIZES.get(name, 0) for name in re.findall(r"\w+", " ".join(types)))
 
 
+Part = tuple[str | int | None, bytes]  # what its first word is the address of
+Places = tuple[tuple[str | int, int], ...]  # what is where in Params
+
+
 def policies(problem: Problem) -> Policies:
     """Return the types that a problem's kernel is compiled with."""
     masks = _masks(problem)
@@ -127,21 +131,28 @@ def pack(problem: Problem, operands: Operands) -> bytes:
     return b"".join(part for _, part in _parts(problem, operands))
 
 
-def places(problem: Problem, operands: Operands, start: int) -> tuple[tuple[str | int, int], ...]:
+def places(problem: Problem, operands: Operands, start: int) -> Places:
     """Return where Params hold what may change between calls, if those of policies begin at start.
 
     By name of an operand, or by number of an array of masks, all of them counted: the offset of its
     address. With ``rng_state`` two words follow, the seed and the offset where the address is 0.
     """
+    return _places(_parts(problem, operands), start)
+
+
+def pack_sequences(problem: Problem, operands: Operands, start: int) -> tuple[bytes, Places]:
+    """Return the bytes of Params of sequences alone, and what `places` does for them."""
+    parts = tuple(_sequence_parts(problem, operands))
+    return b"".join(part for _, part in parts), _places(parts, start)
+
+
+def _places(parts: Iterable[Part], start: int) -> Places:
     found = []
-    for key, part in _parts(problem, operands):
+    for key, part in parts:
         if key is not None:
             found.append((key, start))
         start += len(part)
     return tuple(found)
-
-
-Part = tuple[str | int | None, bytes]  # what its first word is the address of
 
 
 def _parts(problem: Problem, operands: Operands) -> Iterator[Part]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyflash import _jit, _tuning_sm90
+from cupyflash import _backward_delta, _jit, _tuning_sm90, _unit
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
 from cupyflash._kernels import FORWARD_SM80, FORWARD_SM90, KERNELS, Kernel
 from cupyflash._problem import Operands, Problem, describe, forms
@@ -211,6 +211,30 @@ def test_some_kernel_takes_every_class(arch: int) -> None:
     assert not [p for p in asked if all(row.refusal(p) for row in ROWS)]
 
 
-def test_every_kernel_file_is_a_row() -> None:
+DELTA = [
+    (arch, dtype, head_dim, {"width": width, **options})
+    for arch, (dtype, head_dim, width), options in zip(
+        itertools.cycle(SHARED),
+        itertools.product(DTYPES, HEAD_DIMS, (4, 16)),
+        itertools.cycle(({}, {"packed": True}, {"modifiers": ("seqused_q",)})),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "head_dim", "options"), DELTA)
+def test_the_statistics_of_the_backward_compile_without_a_remark(
+    arch: int, dtype: str, head_dim: int, options: dict[str, Any]
+) -> None:
+    config = _backward_delta.config(problem(arch, dtype, head_dim, **options))
+    unit = _unit.render(_backward_delta.NAME, config)
+    cubin = _jit.compile(unit, _backward_delta.NAME, f"sm_{arch}")
+    used = cubin.resources
+    assert cubin.log == ""
+    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
+
+
+def test_every_kernel_file_is_a_row_or_a_step_of_one() -> None:
     files = {name for name in _jit.sources() if name.startswith("kernels/")}
-    assert files == {f"kernels/{row.name}.cu" for row in ROWS}
+    names = {row.name for row in ROWS} | {_backward_delta.NAME}
+    assert files == {f"kernels/{name}.cu" for name in names}

@@ -18,6 +18,7 @@ FLOORS = (
     {
         "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_tuning_sm90",
         "_forward", "_forward_sm80", "_forward_sm90", "_cpu", "_modifiers", "_online",
+        "_backward_delta",
     },
     {"_kernels", "_emulator"},
     {"_jax"},
