@@ -13,6 +13,7 @@ from ._attention import (
     supports,
     warmup,
 )
+from ._gradients import attention_backward, attention_vjp
 from ._philox import dropout_mask
 from .errors import (
     CompileFailed,
@@ -23,18 +24,22 @@ from .errors import (
     KernelFault,
     UnsupportedProblem,
 )
+from .reference import Gradients
 
 __all__ = [
     "CompileFailed",
     "CupyflashError",
     "DeviceUnavailable",
+    "Gradients",
     "InvalidArgument",
     "InvalidType",
     "KernelFault",
     "UnsupportedProblem",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_vjp",
     "dropout_mask",
     "emulate",
     "explain",

@@ -52,6 +52,7 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
+    deterministic: bool = False,
     kernel: str | None = None,
 ) -> Any:
     """Compute exact attention, ``softmax(scale * q k^T) v``, without ever storing the scores.
@@ -114,6 +115,8 @@ def attention(
         Whether to return also the log-sum-exp of the scores.
     out : array, optional
         Where to write the output, instead of into a new array.
+    deterministic : bool
+        Whether gradients must have the same bits whenever they are computed; the output always has.
     kernel : str, optional
         Name of the kernel to use, one of `kernels`.
 
@@ -175,7 +178,8 @@ def attention(
             masks, arrays = forms(mask, segment_ids)
             extras |= arrays
     scalars = (
-        softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, kernel
+        softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, deterministic,
+        kernel,
     )  # fmt: skip
     return call(q, k, v, out, return_lse, scalars, extras, masks)
 
@@ -208,6 +212,7 @@ def attention_varlen(
     v_descale: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    deterministic: bool = False,
     kernel: str | None = None,
 ) -> Any:
     """Compute `attention` of sequences that lie one after the other, each with its own keys.
@@ -249,6 +254,8 @@ def attention_varlen(
         Whether to return also the log-sum-exp of the scores.
     out : array, optional
         Where to write the output, instead of into a new array.
+    deterministic : bool
+        Whether gradients must have the same bits whenever they are computed; the output always has.
     kernel : str, optional
         Name of the kernel to use, one of `kernels`.
 
@@ -286,7 +293,8 @@ def attention_varlen(
     masks, arrays = forms(mask)
     extras |= arrays | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     scalars = (
-        softmax_scale, causal, window_size, alignment, softcap, dropout_p, "bshd", kernel
+        softmax_scale, causal, window_size, alignment, softcap, dropout_p, "bshd", deterministic,
+        kernel,
     )  # fmt: skip
     return call(q, k, v, out, return_lse, scalars, extras, masks)
 

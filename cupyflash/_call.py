@@ -35,7 +35,7 @@ from ._scalars import factor, flag, random_state, recorded_state, refuse_gradien
 from ._views import permuted, span
 from .errors import InvalidArgument
 
-__all__ = ["PLANS", "SCALARS", "call", "lse_shape"]
+__all__ = ["PLANS", "SCALARS", "call", "layout_of", "lse_shape"]
 
 # The arguments that are no arrays, in the order in which `call` takes them.
 SCALARS = (
@@ -46,6 +46,7 @@ SCALARS = (
     "softcap",
     "dropout_p",
     "layout",
+    "deterministic",
     "kernel",
 )
 # Types whose equal values mean the same, always: a tensor equals itself after it has changed.
@@ -171,9 +172,10 @@ def _facts(
     at_q, at_k, at_v = pointer(q), pointer(k), pointer(v)
     at_out, facts_out = (0, None) if out is None else (pointer(out), facts(out))
     alignment = (at_q | at_k | at_v | at_out) & 15
-    scale, causal, (left, right), _, softcap, dropout_p, _, _ = scalars
+    scale, causal, (left, right), _, softcap, dropout_p, _, deterministic, _ = scalars
     # True and 1.0 equal 1: an argument of a wrong type must not meet the plan of a right one.
-    types = type(scale), type(causal), type(left), type(right), type(softcap), type(dropout_p)
+    numbers = type(scale), type(left), type(right), type(softcap), type(dropout_p)
+    types = (*numbers, type(causal), type(deterministic))
     key = adapter, facts(q), facts(k), facts(v), facts_out, alignment, scalars, types
     return key, (at_q, at_k, at_v, at_out)
 
@@ -338,7 +340,7 @@ def _on_host(
         return _on_host(adapter, request, arrays, options)
     out, lse, sums = request.out, None, None
     if out is None:
-        out = adapter.empty_strided(*_like(problem, operands.out, options["layout"]), HOST)
+        out = adapter.empty_strided(*layout_of(problem, operands.out, options["layout"]), HOST)
         record = adapter.array(out, "out")
         operands = operands._replace(
             out=operands.out._replace(pointer=record.pointer, owner=record.owner)
@@ -379,7 +381,7 @@ def _on_device(
     plan = Plan(
         bound=bind(launch, device, capturing=adapter.capturing(device)),
         device=device,
-        out=(*_like(problem, operands.out, options["layout"]), device),
+        out=(*layout_of(problem, operands.out, options["layout"]), device),
         lse=(lse_shape(problem), contiguous_strides(lse_shape(problem)), problem.lse_dtype, device),
         spans=tuple(_span(array) for array in four),
         problem=problem,
@@ -393,11 +395,11 @@ def _on_device(
     return _replay(plan, adapter, (at_q, at_k, at_v, at_out), request.out, request.return_lse)
 
 
-def _like(
-    problem: Problem, out: Array, layout: str
+def layout_of(
+    problem: Problem, array: Array, layout: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Return shape, strides and dtype of the output as the caller has it."""
-    view = permuted(out, LAYOUTS[layout])
+    """Return shape, strides and dtype of a view of (batch, length, heads, dim) as the caller's."""
+    view = permuted(array, LAYOUTS[layout])
     return view.shape[problem.packed :], view.strides[problem.packed :], view.dtype
 
 

@@ -11,15 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _cpu, _forward_sm80, _forward_sm90, reference
-from ._array import Array
+from ._array import Array, host_dtype
 from ._array.host import host_view
 from ._forward import MAX_HEAD_DIM, refuse_dtype
-from ._launch import Launch
+from ._launch import Launch, Steps
 from ._problem import FLOAT8S, FLOATS, Operands, Problem
+from ._problem_backward import Backward
 from .errors import InvalidArgument, UnsupportedProblem
 from .masks import All
 
-__all__ = ["HOST_KERNELS", "KERNELS", "Kernel", "KernelInfo", "rejections", "select"]
+__all__ = [
+    "HOST_KERNELS",
+    "KERNELS",
+    "Kernel",
+    "KernelInfo",
+    "backward_name",
+    "rejections",
+    "select",
+]
 
 HOST_DTYPES = FLOATS + FLOAT8S
 
@@ -35,14 +44,15 @@ class KernelInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row. A row of the host has ``run``, a row of the GPU ``config`` and ``launch``.
+    """One row. Of the host it has ``run``, of the GPU ``config`` and ``launch``, or ``steps``.
 
     Parameters
     ----------
     name : str
-        What ``kernel=`` calls it; of a CUDA kernel also its file and its symbol.
+        What ``kernel=`` calls it, once for each operation; of a CUDA kernel also its file and its
+        symbol.
     op : str
-        What it computes: "forward".
+        What it computes: "forward" or "backward".
     arch : range or None
         Compute capabilities that it runs on; None is the host.
     needs : str
@@ -52,11 +62,14 @@ class Kernel:
     automatic : bool
         Whether it may be chosen without being named.
     run : callable, optional
-        (Problem, Operands, lse) -> None: compute on the host, into ``out`` and ``lse``.
+        (Problem, Operands, lse) -> None: compute on the host, into ``out`` and ``lse``. Backward
+        (Problem, Operands, Backward) -> None, into the gradients of the last.
     config : callable, optional
         Problem -> the configuration that its unit is rendered from.
     launch : callable, optional
         (Problem, Operands, pointer to lse or 0) -> Launch, without a GPU.
+    steps : callable, optional
+        (Problem, Operands, Backward) -> Steps, likewise, of a backward row.
     """
 
     name: str
@@ -65,9 +78,10 @@ class Kernel:
     needs: str
     unsupported: Callable[[Problem], str | None]
     automatic: bool = True
-    run: Callable[[Problem, Operands, np.ndarray | None], None] | None = None
+    run: Callable[..., None] | None = None
     config: Callable[[Problem], Any] | None = None
     launch: Callable[..., Launch] | None = None
+    steps: Callable[[Problem, Operands, Backward], Steps] | None = None
 
     @property
     def info(self) -> KernelInfo:
@@ -81,8 +95,6 @@ class Kernel:
         return reason and f"{self.name} {reason}"
 
     def _wrong_place(self, problem: Problem) -> str | None:
-        if self.op != problem.op:
-            return f"computes {self.op}, not {problem.op}"
         if self.arch is None:
             return (
                 None if problem.arch is None else "takes arrays in host memory, these are on a GPU"
@@ -113,32 +125,37 @@ def select(problem: Problem, name: Any = None) -> Kernel:
     UnsupportedProblem
         No row, or not the named one, takes the problem; the message holds every reason.
     """
+    rows = _rows(problem.op)
     if name is None:
-        for kernel in KERNELS:
+        for kernel in rows:
             if kernel.automatic and kernel.refusal(problem) is None:
                 return kernel
         reasons = "; ".join(rejections(problem).values())
         raise UnsupportedProblem(f"no kernel for {problem.op}: {reasons}")
-    named = _named(name)
+    # What is no string (an array, say) names none.
+    named = next((row for row in rows if isinstance(name, str) and row.name == name), None)
     if named is None:
-        names = ", ".join(repr(kernel.name) for kernel in KERNELS)
+        names = ", ".join(repr(kernel.name) for kernel in rows)
         raise InvalidArgument(f"`kernel` must be None or one of {names}, got {name!r}")
     if reason := named.refusal(problem):
         raise UnsupportedProblem(f"`kernel` is {name!r}, which cannot be used: {reason}")
     return named
 
 
-def _named(name: Any) -> Kernel | None:
-    """Return the row of that name; what is no string (an array, say) names none."""
-    if not isinstance(name, str):
-        return None
-    return next((kernel for kernel in KERNELS if kernel.name == name), None)
+def backward_name(name: Any) -> Any:
+    """Return the name of a forward kernel if a backward kernel has the same, else None."""
+    names = (kernel.name for kernel in _rows("backward"))
+    return name if isinstance(name, str) and name in names else None
+
+
+def _rows(op: str) -> tuple[Kernel, ...]:
+    return tuple(kernel for kernel in KERNELS if kernel.op == op)
 
 
 def rejections(problem: Problem) -> dict[str, str]:
-    """Return, by name, the sentence of every row that would not be chosen, in the table's order."""
+    """Return, by name, why every other row of the operation is not chosen, in the table's order."""
     found = {}
-    for kernel in KERNELS:
+    for kernel in _rows(problem.op):
         reason = kernel.refusal(problem)
         if reason is None and not kernel.automatic:
             reason = f"{kernel.name} runs only when it is named"
@@ -149,6 +166,10 @@ def rejections(problem: Problem) -> dict[str, str]:
 
 def _host_dtypes(problem: Problem) -> str | None:
     return refuse_dtype(problem, HOST_DTYPES)
+
+
+def _host_floats(problem: Problem) -> str | None:
+    return refuse_dtype(problem, FLOATS)
 
 
 def _views(problem: Problem, operands: Operands) -> dict[str, Any]:
@@ -175,23 +196,43 @@ def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> No
     )
 
 
-def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
+def _reference_options(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Return the arguments of the oracle but out and gradients; packed arrays have three axes."""
     views = _views(problem, operands)
-    out = views.pop("out")
+    del views["out"]
     if problem.packed:
         views |= {name: views[name][0] for name in ("q", "k", "v")}
-    values, sums = reference.attention(
-        mask=All(problem.band, *views.pop("masks", ())),
-        alignment=problem.band.alignment,
-        softmax_scale=problem.scale,
-        softcap=problem.softcap,
-        dropout_p=problem.dropout_p,
-        **views,
-    )
+    return views | {
+        "mask": All(problem.band, *views.pop("masks", ())),
+        "alignment": problem.band.alignment,
+        "softmax_scale": problem.scale,
+        "softcap": problem.softcap,
+        "dropout_p": problem.dropout_p,
+    }
+
+
+def _run_reference(problem: Problem, operands: Operands, lse: np.ndarray | None) -> None:
+    out = host_view(operands.out)
+    values, sums = reference.attention(**_reference_options(problem, operands))
     with np.errstate(over="ignore"):  # a value beyond the range of its array is infinite there
         out[...] = values.astype(out.dtype)
         if lse is not None:
             lse[...] = sums
+
+
+def _run_reference_backward(problem: Problem, operands: Operands, backward: Backward) -> None:
+    options = _reference_options(problem, operands)
+    for name in ("dout", "dlse"):
+        x = getattr(backward, name)
+        options[name] = None if x is None else host_view(x)[0] if problem.packed else host_view(x)
+    if backward.dbias is not None:  # summed over what the bias repeats
+        own = tuple(slice(size) for size in backward.dbias.shape)
+        options["attn_bias"] = options["attn_bias"][own]
+    gradients = reference.attention_backward(**options)
+    with np.errstate(over="ignore"):
+        for name, values in gradients._asdict().items():
+            if (x := getattr(backward, name)) is not None:
+                host_view(x)[...] = values.astype(host_dtype(x.dtype))
 
 
 FORWARD_SM90 = Kernel(
@@ -236,5 +277,15 @@ REFERENCE = Kernel(
     run=_run_reference,
 )
 
-KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE)
-HOST_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.arch is None)
+# The rows of kernels of a GPU and the tiled path of the CPU stand above this one.
+REFERENCE_BACKWARD = Kernel(
+    name="reference",
+    op="backward",
+    arch=None,
+    needs=f"arrays in host memory; {', '.join(FLOATS)}; every option; slow, in fp64",
+    unsupported=_host_floats,
+    run=_run_reference_backward,
+)
+
+KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, REFERENCE_BACKWARD)
+HOST_KERNELS = tuple(dict.fromkeys(kernel.name for kernel in KERNELS if kernel.arch is None))

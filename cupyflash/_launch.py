@@ -26,6 +26,7 @@ __all__ = [
     "Emulator",
     "Launch",
     "Loaded",
+    "Steps",
     "bind",
     "execute",
     "load",
@@ -59,8 +60,11 @@ class Launch:
     maps: tuple[tuple[int, TensorMap], ...] = ()  # by offset in params, which leaves room for them
     persistent: bool = False  # a block computes tile after tile: one a multiprocessor is enough
     tickets: bool = False  # whether the blocks draw the numbers of their tiles, see _tickets
-    places: tuple[tuple[str | int, int], ...] = ()  # of other addresses, see _modifiers.places
-    scratch: tuple[tuple[int, int], ...] = ()  # offset in params, bytes into the call's scratch
+    # Of other addresses, see _modifiers.places. Among the launches of `Steps` also of the arrays of
+    # `Operands` and `Backward` by their names, where a tensor map's offset stands for its base, and
+    # of the counter of tiles as "tickets".
+    places: tuple[tuple[str | int, int], ...] = ()
+    scratch: tuple[tuple[int, int], ...] = ()  # offset in params, bytes into the scratch of `Steps`
 
     def blocks(self, multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid on a device of so many multiprocessors."""
@@ -79,6 +83,13 @@ class Launch:
         for offset, tensor in self.maps:
             params[offset : offset + BYTES] = encode(tensor)
         return bytes(params)
+
+
+class Steps(NamedTuple):
+    """Launches that run one after the other on one stream, and what they need beside the arrays."""
+
+    scratch: int  # bytes that hold anything before the first, from an address of whole 256 bytes
+    launches: tuple[Launch, ...]
 
 
 class Emulator(Protocol):

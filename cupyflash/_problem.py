@@ -14,15 +14,16 @@ import numpy as np
 
 from ._array import HOST, ITEMSIZES, Array, normal_strides
 from ._array.host import host_view
-from ._scalars import factor, random_state, scalars
+from ._scalars import factor, flag, random_state, scalars
 from ._tensor_map import MAX_STRIDE
 from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
 from .errors import InvalidArgument, InvalidType
 from .masks import Band, Mask, Segments
 
 __all__ = [
-    "DESCALES", "LAYOUTS", "MODIFIERS", "Extent", "Form", "Operands", "Problem", "describe",
-    "extents", "forms", "host_metadata", "is_metadata", "recheck", "shapes", "stand_in",
+    "DESCALES", "LAYOUTS", "MODIFIERS", "Extent", "Form", "Operands", "Problem", "access_width",
+    "checked", "describe", "extents", "forms", "fresh", "host_metadata", "is_metadata", "one_entry",
+    "recheck", "shapes", "stand_in",
 ]  # fmt: skip
 
 Shape = tuple[str, ...]
@@ -32,6 +33,9 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "k": (("batch", "len_k", "heads_k", "head_dim"),),
     "v": (("batch", "len_k", "heads_k", "head_dim_v"),),
     "out": (("batch", "len_q", "heads_q", "head_dim_v"),),
+    "dout": (("batch", "len_q", "heads_q", "head_dim_v"),),
+    "lse": (("batch", "heads_q", "len_q"),),
+    "dlse": (("batch", "heads_q", "len_q"),),
     "alibi_slopes": (("heads_q",), ("batch", "heads_q")),
     "learnable_sink": (("heads_q",),),
     "seqused_q": (("batch",),),
@@ -45,6 +49,9 @@ PACKED: dict[str, tuple[Shape, ...]] = {
     "k": (("total_k", "heads_k", "head_dim"),),
     "v": (("total_k", "heads_k", "head_dim_v"),),
     "out": (("total_q", "heads_q", "head_dim_v"),),
+    "dout": (("total_q", "heads_q", "head_dim_v"),),
+    "lse": (("heads_q", "total_q"),),
+    "dlse": (("heads_q", "total_q"),),
 }
 SCORES: Shape = ("batch", "heads_q", "len_q", "len_k")
 ALIGNMENT = 8  # bytes that a plan may rely on in the address of an array of a modifier
@@ -71,6 +78,10 @@ DTYPES = {
     **dict.fromkeys(DESCALES, ("float32",)),
     **dict.fromkeys(("seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS),
 }
+RESULTS = ("out", "dout", "lse", "dlse")  # of the forward pass, and their gradients
+# The arrays that kernels of each operation read by rows, or write so: the first may have a tensor
+# map, the others have none.
+ROWS = {"forward": (("q", "k", "v", "out"), ()), "backward": (("q", "k", "v", "dout"), ("out",))}
 # May lie in host memory beside arrays of a GPU, as may the arrays of masks.
 METADATA = ("seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -120,9 +131,13 @@ class Problem:
     bias_read: int = 0  # neighbours in a row of attn_bias that may be read at once; 0: none are
     packed: bool = False  # sequences lie in arrays of len_q and len_k rows; batch counts them
     arch: int | None = None  # compute capability, 90 for 9.0; None is host memory
-    width: int = 16  # bytes that one access to q, k, v and out may have
-    odd_stride: int | None = None  # one of q, k, v or out, in bytes, that no tensor map holds
-    op: str = "forward"
+    # Bytes that one access may have to q, k, v, out and, backward, to dout, dq, dk and dv.
+    width: int = 16
+    # A stride of q, k, v, and out or, backward, dout, in bytes, that no tensor map holds.
+    odd_stride: int | None = None
+    op: str = "forward"  # or "backward"
+    deterministic: bool = False  # backward: whether no bit may depend on the order of blocks
+    wanted: tuple[str, ...] = ()  # backward: of "dbias" and "dsink", beside dq, dk and dv
 
     @property
     def empty(self) -> bool:
@@ -137,7 +152,7 @@ class Problem:
     @property
     def lse_dtype(self) -> str:
         """The dtype of the log-sum-exp."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return lse_dtype(self.dtype)
 
 
 class Operands(NamedTuple):
@@ -167,7 +182,14 @@ class Operands(NamedTuple):
     masks: tuple[tuple[Array, ...], ...] = ()
 
 
-def describe(
+def describe(arrays: Mapping[str, Array], **options: Any) -> tuple[Problem, Operands]:
+    """Check a forward call and say what it is; the parameters are those of `checked`."""
+    problem, operands = checked("forward", arrays, **options)
+    return problem, Operands(**operands)
+
+
+def checked(
+    op: str,
     arrays: Mapping[str, Array],
     *,
     arch: int | None,
@@ -179,33 +201,46 @@ def describe(
     dropout_p: Any = 0.0,
     rng_state: Any = None,
     layout: Any = "bshd",
+    deterministic: Any = False,
     masks: Iterable[Form] = (),
-) -> tuple[Problem, Operands]:
-    """Check a call and say what it is.
+) -> tuple[Problem, dict[str, Any]]:
+    """Check what the calls of every operation have in common.
 
     Parameters
     ----------
+    op : {"forward", "backward"}
+        Where ``out`` is written, or read beside dout, lse and dlse.
     arrays : mapping of str to Array
-        By argument name, in the caller's layout: q, k, v, and those of out, alibi_slopes,
-        attn_bias, attn_mask, seqused_q, seqused_k, learnable_sink, the descales and the arrays of
-        masks that the call has; cu_seqlens_q and cu_seqlens_k where sequences are packed. Only
-        metadata of host memory is read; a null pointer is right for an array that is not there yet.
+        By argument name, in the caller's layout: q, k, v, and those of out, dout, lse, dlse,
+        alibi_slopes, attn_bias, attn_mask, seqused_q, seqused_k, learnable_sink, the descales and
+        the arrays of masks that the call has; cu_seqlens_q and cu_seqlens_k where sequences are
+        packed. Only metadata of host memory is read; a null pointer is right for an array that is
+        not there yet.
     arch : int or None
         Compute capability of the arrays' device, None for host memory.
     softmax_scale, causal, window_size, alignment, softcap, dropout_p, rng_state, layout
         As `cupyflash.attention` takes them; `rng_state` may be an Array.
+    deterministic
+        Likewise; of a forward pass it is checked only.
     masks : iterable of Form
         What `forms` returns.
 
     Returns
     -------
-    Problem, Operands
+    Problem
+    operands : dict of str to object
+        The fields of `Operands`, and dout, lse and dlse as such views.
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {layout!r}")
     band = Band.of(causal, window_size, alignment)
     band, rest = _merged(band, masks, aligned="alibi_slopes" in arrays)
     packed = _is_packed(arrays)
+    if packed and layout != "bshd":
+        raise InvalidArgument(
+            f"`layout` must be 'bshd' for packed sequences, which are (total, heads, head_dim), "
+            f"got {layout!r}"
+        )
     axes = (0, 1, 2) if packed else LAYOUTS[layout]
     _check_kinds(arrays)
     sizes, operands = _bind(arrays, shapes(packed), axes)
@@ -223,14 +258,17 @@ def describe(
         )
         for form in rest
     )
-    if "out" in operands:
+    if "out" not in operands:
+        operands["out"] = permuted(fresh(arrays["q"], sizes["head_dim_v"]), axes)
+    elif op == "forward":
         _check_out({**arrays, **operands})
-    else:
-        operands["out"] = permuted(_fresh(arrays["q"], sizes["head_dim_v"]), axes)
     if arch is not None:
         _check_alignment(arrays)
     if packed:
-        operands |= {name: _one_entry(operands[name]) for name in ("q", "k", "v", "out")}
+        whole = [name for name in ("q", "k", "v", *RESULTS) if name in operands]
+        operands |= {name: one_entry(operands[name]) for name in whole}
+    mapped, others = ([operands[name] for name in names] for names in ROWS[op])
+    deterministic = flag("deterministic", deterministic)
     dtype = arrays["q"].dtype
     numbers = scalars(softmax_scale, softcap, dropout_p, sizes["head_dim"], dtype)
     present = {*operands, *(form.argument for form in rest)}
@@ -245,11 +283,13 @@ def describe(
         bias_read=_readable(operands["attn_bias"]) if "attn_bias" in operands else 0,
         packed=packed,
         arch=arch,
-        width=_width(operands),
-        odd_stride=_odd_stride(operands),
+        width=access_width(mapped + others),
+        odd_stride=_odd_stride(mapped),
+        op=op,
+        deterministic=deterministic and op == "backward",
     )
     state = random_state(rng_state, problem.dropout_p > 0, arrays["q"].device)
-    return problem, Operands(**operands, rng_state=state, masks=mask_operands)
+    return problem, {**operands, "rng_state": state, "masks": mask_operands}
 
 
 def recheck(problem: Problem, extents: Iterable[Extent], metadata: Mapping[str, Array]) -> None:
@@ -346,7 +386,7 @@ def shapes(packed: bool) -> dict[str, tuple[Shape, ...]]:
 
 def is_metadata(name: str) -> bool:
     """Return whether an array may lie in host memory beside arrays of a GPU."""
-    return name in METADATA or name not in DTYPES.keys() | {"out"}
+    return name in METADATA or not (name in DTYPES or name in RESULTS)
 
 
 def host_metadata(x: Any, name: str) -> Any:
@@ -371,6 +411,11 @@ def output_dtype(dtype: str) -> str:
     return "bfloat16" if dtype in FLOAT8S else dtype
 
 
+def lse_dtype(dtype: str) -> str:
+    """Return the dtype of the log-sum-exp for inputs of a dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def _check_kinds(arrays: Mapping[str, Array]) -> None:
     """Check frameworks, devices and dtypes: q decides."""
     q = arrays["q"]
@@ -388,7 +433,9 @@ def _check_kinds(arrays: Mapping[str, Array]) -> None:
                 "pass arrays of one framework on one device"
             )
     for name, array in arrays.items():
-        expected = (output_dtype(q.dtype),) if name == "out" else DTYPES.get(name, INTEGERS)
+        expected = DTYPES.get(name, INTEGERS)
+        if name in RESULTS:
+            expected = ((lse_dtype if "lse" in name else output_dtype)(q.dtype),)
         if array.dtype not in expected:
             if name in ("q", "k", "v") and array.dtype in ("int8", "uint8"):
                 raise InvalidType(
@@ -615,20 +662,20 @@ def _check_out(arrays: Mapping[str, Array]) -> None:
             raise InvalidArgument(f"`out` must not overlap `{name}`: pass an array of its own")
 
 
-def _fresh(q: Array, head_dim_v: int) -> Array:
-    """Return the output to allocate, in the caller's layout: q's order of dimensions if dense."""
-    shape = (*q.shape[:-1], head_dim_v)
-    return q._replace(
+def fresh(x: Array, head_dim: int) -> Array:
+    """Return an array to allocate that is like an input, in its order of dimensions if dense."""
+    shape = (*x.shape[:-1], head_dim)
+    return x._replace(
         pointer=0,
         shape=shape,
-        strides=strides_like(q, shape),
-        dtype=output_dtype(q.dtype),
+        strides=strides_like(x, shape),
+        dtype=output_dtype(x.dtype),
         readonly=False,
         owner=None,
     )
 
 
-def _one_entry(array: Array) -> Array:
+def one_entry(array: Array) -> Array:
     """Return the view of packed rows as a batch of one entry."""
     shape = (1, *array.shape)
     return array._replace(shape=shape, strides=normal_strides(shape, (0, *array.strides)))
@@ -645,11 +692,11 @@ def _check_alignment(arrays: Mapping[str, Array]) -> None:
             )
 
 
-def _width(operands: Mapping[str, Array]) -> int:
-    """Return the bytes of the widest access, at most 16, that all rows of q, k, v and out allow."""
+def access_width(arrays: Iterable[Array]) -> int:
+    """Return the bytes of the widest access, at most 16, that all rows of the arrays allow."""
     width = 16
-    for name in ("q", "k", "v", "out"):
-        array, itemsize = operands[name], ITEMSIZES[operands[name].dtype]
+    for array in arrays:
+        itemsize = ITEMSIZES[array.dtype]
         width = math.gcd(width, array.pointer)
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             width = math.gcd(width, stride * itemsize if size > 1 else 0)
@@ -671,10 +718,9 @@ def _readable(x: Array) -> int:
     return 2 if pairs else 1
 
 
-def _odd_stride(operands: Mapping[str, Array]) -> int | None:
+def _odd_stride(arrays: Iterable[Array]) -> int | None:
     """Return the first stride, in bytes, that is not from 1 to what a tensor map holds."""
-    for name in ("q", "k", "v", "out"):
-        array = operands[name]
+    for array in arrays:
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             step = stride * ITEMSIZES[array.dtype]
             if size > 1 and not 0 < step < MAX_STRIDE:

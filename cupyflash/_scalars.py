@@ -142,11 +142,11 @@ def factor(name: str, value: Any) -> float | None:
     return _finite(name, value, float(np.finfo(np.float32).max))
 
 
-def refuse_gradient(adapter: Adapter, x: Any, name: str) -> None:
+def refuse_gradient(adapter: Adapter, x: Any, name: str, function: str = "attention") -> None:
     """Raise where the caller's framework would differentiate through an argument."""
     if adapter.grad_needed(x):
         raise UnsupportedProblem(
-            f"`{name}` requires a gradient, which attention does not compute: pass "
+            f"`{name}` requires a gradient, which {function} does not compute: pass "
             f"`{name}.detach()` or call it under torch.no_grad()"
         )
 

@@ -47,13 +47,16 @@ __all__ = [
 
 
 class Gradients(NamedTuple):
-    """The gradients, each in the shape of its input; None for an input that was not given."""
+    """The gradients, each in the shape of its input; None for an input that was not given.
 
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-    dbias: np.ndarray | None
-    dsink: np.ndarray | None
+    Of attn_bias there is ``dbias``, of learnable_sink ``dsink``.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsink: Any
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -36,27 +36,31 @@ def problem(**changes: Any) -> Problem:
 
 
 def test_names_are_unique_and_of_kernel_files(pytestconfig: pytest.Config) -> None:
-    names = [kernel.name for kernel in KERNELS]
+    names = [(kernel.op, kernel.name) for kernel in KERNELS]
     assert len(set(names)) == len(names)
     folder = pytestconfig.rootpath / "cuda" / "kernels"
-    assert {k.name for k in KERNELS if k.arch is not None} == {f.stem for f in folder.glob("*.cu")}
+    rows = {kernel.name for kernel in KERNELS if kernel.arch is not None}
+    assert rows <= {file.stem for file in folder.glob("*.cu")}
 
 
 def test_each_row_runs_in_one_place() -> None:
     for kernel in KERNELS:
         on_host = kernel.arch is None
         assert (kernel.run is not None) == on_host
-        assert (kernel.launch is not None) == (kernel.config is not None) == (not on_host)
+        assert (kernel.config is not None) == (not on_host)
+        assert (kernel.launch is not None) == (not on_host and kernel.op == "forward")
+        assert (kernel.steps is not None) == (not on_host and kernel.op == "backward")
 
 
 def test_kernels_lists_the_table_for_people() -> None:
     rows = cupyflash.kernels()
     assert [row.name for row in rows] == [kernel.name for kernel in KERNELS]
-    by_name = {row.name: row for row in rows}
+    by_name = {row.name: row for row in rows if row.op == "forward"}
     assert by_name[SM80].arch == "8.0 or newer"
     assert by_name[SM90].arch == "9.0"
     assert by_name["cpu"].arch == "host"
-    assert {row.op for row in rows} == {"forward"}
+    assert {row.op for row in rows} == {"forward", "backward"}
+    assert {row.name for row in rows if row.op == "backward"} >= {"reference"}
     assert "head dims <= 256" in by_name[SM80].needs
 
 
@@ -162,9 +166,15 @@ def test_a_row_of_the_wrong_place_is_refused_by_name() -> None:
         select(problem(), "fast")
 
 
-def test_another_operation_has_no_row() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"no kernel for backward: .*not backward"):
-        select(problem(op="backward"))
+def test_each_operation_has_rows_of_its_own() -> None:
+    backward = problem(op="backward", arch=None)
+    assert select(backward, "reference").op == "backward"
+    assert select(problem(arch=None), "reference").op == "forward"
+    with pytest.raises(InvalidArgument, match=f"one of .*'reference', got '{SM80}'"):
+        select(backward, SM80)
+    assert SM80 not in rejections(backward)
+    with pytest.raises(UnsupportedProblem, match=r"^no kernel for \w+: "):
+        select(problem(op="append"))
 
 
 def test_rejections_are_those_that_would_not_be_chosen() -> None:

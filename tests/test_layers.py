@@ -16,13 +16,13 @@ FLOORS = (
     # compiling (_jit over _nvrtc and _cache), arrays, the driver; they know nothing of attention
     {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
     {
-        "_problem", "_scalars", "_views", "_plans", "_launch", "_unit", "_tuning", "_tuning_sm90",
-        "_forward", "_forward_sm80", "_forward_sm90", "_cpu", "_modifiers", "_online",
-        "_backward_delta",
+        "_problem", "_problem_backward", "_scalars", "_views", "_plans", "_launch", "_unit",
+        "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
+        "_modifiers", "_online", "_backward_delta",
     },
     {"_kernels", "_emulator"},
     {"_jax"},
-    {"_attention", "_call", "_explain", "_versions"},
+    {"_attention", "_backward", "_call", "_explain", "_gradients", "_versions"},
     {"_check", "_check_emulated", "_bench"},
     {"cli", "_console"},
 )  # fmt: skip

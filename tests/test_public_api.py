@@ -16,6 +16,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "jaxlib")
 # What may be passed by position: arrays and what a sentence puts first. All else is by keyword.
 POSITIONAL = {
     "attention": ["q", "k", "v"],
+    "attention_backward": ["dout", "q", "k", "v", "out", "lse"],
     "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"],
     "dropout_mask": ["rng_state", "p", "shape"],
     "emulate": [],
@@ -52,8 +53,9 @@ def test_all_is_what_can_be_seen() -> None:
 
 def test_the_promised_names_are_there() -> None:
     promised = {
-        "attention", "attention_varlen", "explain", "supports", "kernels", "warmup",
-        "dropout_mask", "reference", "masks", "emulate", "show_versions", "__version__",
+        "attention", "attention_varlen", "attention_backward", "attention_vjp", "Gradients",
+        "explain", "supports", "kernels", "warmup", "dropout_mask", "reference", "masks", "emulate",
+        "show_versions", "__version__",
         "CompileFailed", "CupyflashError", "DeviceUnavailable", "InvalidArgument", "InvalidType",
         "KernelFault", "UnsupportedProblem",
     }  # fmt: skip
@@ -88,7 +90,7 @@ def test_attention_has_the_signature_of_the_contract() -> None:
         "attn_mask": None, "mask": None, "segment_ids": None, "seqused_q": None,
         "seqused_k": None, "learnable_sink": None, "dropout_p": 0.0, "rng_state": None,
         "q_descale": None, "k_descale": None, "v_descale": None, "layout": "bshd",
-        "return_lse": False, "out": None, "kernel": None,
+        "return_lse": False, "out": None, "deterministic": False, "kernel": None,
     }  # fmt: skip
 
 

@@ -76,8 +76,15 @@ def host_view(array: Array) -> np.ndarray:
 
 def contiguous_last(array: Array) -> Array:
     """Return an array in host memory, or a C-contiguous copy if its last stride is not 1."""
-    if array.strides[-1] == 1:
-        return array
+    return array if array.strides[-1] == 1 else _copied(array)
+
+
+def contiguous(array: Array) -> Array:
+    """Return an array in host memory, or a copy if it is not C-contiguous."""
+    return array if array.strides == contiguous_strides(array.shape) else _copied(array)
+
+
+def _copied(array: Array) -> Array:
     copy = np.ascontiguousarray(host_view(array))
     return array._replace(
         pointer=copy.__array_interface__["data"][0],
