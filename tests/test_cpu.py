@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from strided import LAYOUTS, Strided
 from threadpoolctl import threadpool_limits
 
-from cupyflash import _blas, _cpu, _online
+from cupyflash import _blas, _cpu, _online, _threads, _tiles
 from cupyflash._accuracy import assert_accurate
 from cupyflash.masks import All, Band, Mask, PrefixLM, Segments
 
@@ -37,8 +37,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every problem be big enough for several threads, on a machine of any size."""
-    monkeypatch.setattr(_cpu, "PRODUCTS_PER_THREAD", 1)
-    monkeypatch.setattr(_cpu, "one_blas_thread", FourThreads())
+    monkeypatch.setattr(_threads, "PRODUCTS_PER_THREAD", 1)
+    monkeypatch.setattr(_threads, "one_blas_thread", FourThreads())
     with threadpool_limits(2):  # BLAS has a limit that can be seen to be restored
         yield
 
@@ -286,8 +286,8 @@ def test_random_problem(
         if arrays[0].dtype != np.float32:
             patch.setattr(_online, "BLOCK_Q", 16)
             patch.setattr(_online, "BLOCK_K", 24)
-            patch.setattr(_online, "FEW_KEYS", few)
-            patch.setattr(_online, "AMORTIZED", 8)
+            patch.setattr(_tiles, "FEW_KEYS", few)
+            patch.setattr(_tiles, "AMORTIZED", 8)
         check(*(x.host for x in arrays), **options)
 
 
@@ -565,7 +565,7 @@ def test_no_warning_and_no_floating_point_error(rng: np.random.Generator) -> Non
 def test_small_problems_start_no_thread(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cpu, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(_threads, "ThreadPoolExecutor", None)
     attend(*inputs(rng, 200, 200))
 
 
@@ -648,9 +648,9 @@ def test_a_forked_child_leaves_for_its_parent(library: Library) -> None:
 def test_a_big_call_at_exit_needs_no_new_threads() -> None:
     code = (
         "import atexit, contextlib, numpy as np, cupyflash\n"
-        "from cupyflash import _cpu\n"
-        "_cpu.PRODUCTS_PER_THREAD = 1\n"
-        "_cpu.one_blas_thread = contextlib.nullcontext(4)\n"
+        "from cupyflash import _threads\n"
+        "_threads.PRODUCTS_PER_THREAD = 1\n"
+        "_threads.one_blas_thread = contextlib.nullcontext(4)\n"
         "x = np.ones((1, 300, 4, 16), np.float32)\n"
         "atexit.register(lambda: print(cupyflash.attention(x, x, x).shape))\n"
     )

@@ -14,11 +14,14 @@ CUDA = ROOT / "cuda"
 FLOORS = (
     {"errors", "masks", "_philox", "reference", "_packed", "_accuracy"},  # leaves, for anyone
     # compiling (_jit over _nvrtc and _cache), arrays, the driver; they know nothing of attention
-    {"_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_tickets"},
+    {
+        "_jit", "_nvrtc", "_cache", "_array", "_blas", "_driver", "_tensor_map", "_threads",
+        "_tickets",
+    },
     {
         "_problem", "_problem_backward", "_scalars", "_views", "_plans", "_launch", "_unit",
         "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
-        "_modifiers", "_online", "_backward_delta",
+        "_modifiers", "_online", "_sequences", "_tiles", "_backward_delta",
     },
     {"_kernels", "_emulator"},
     {"_jax"},

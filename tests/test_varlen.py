@@ -326,7 +326,7 @@ def test_every_pair_of_lengths(kernel: str) -> None:
 
 def test_equal_sequences_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many short sequences cost what their tokens cost."""
-    from cupyflash import _cpu
+    from cupyflash import _threads
 
     given: list[int] = []
     attend_item: Callable[..., None] = _online.attend
@@ -336,6 +336,6 @@ def test_equal_sequences_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
         attend_item(call, item, scratch)
 
     monkeypatch.setattr(_online, "attend", count)
-    monkeypatch.setattr(_cpu, "PRODUCTS_PER_THREAD", 2**40)
+    monkeypatch.setattr(_threads, "PRODUCTS_PER_THREAD", 2**40)
     check("cpu", *inputs(4 * 64 + 9, 4 * 64 + 9), **packed(bounds(64, 64, 64, 64, 9)))
     assert given == [4, 1]
