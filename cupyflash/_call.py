@@ -1,27 +1,32 @@
-"""One forward call: facts that were seen before replay a plan, others are checked and planned.
-
-A call's *facts* are all that its plan depends on: shapes, strides, dtypes, devices, the alignment
-of the pointers, and the scalar arguments. They are looked up before anything is checked. Values of
-lengths that lie in host memory are no facts: each call checks them, and copies them to the GPU.
-"""
+"""One forward call: facts that were seen before replay a plan, others are checked and planned."""
 
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import _jit
 from ._array import HOST, ITEMSIZES, Adapter, Array, adapter_of, contiguous_strides, device_guard
 from ._array.host import contiguous_last, host_view
 from ._array.torch_arrays import Dynamo
+from ._facts import (
+    NONE,
+    SCALARS,
+    Allocation,
+    Extras,
+    copied,
+    extras_of,
+    is_plain,
+    kept,
+    layout_of,
+    named_places,
+    scalars_key,
+    uploaded,
+)
 from ._kernels import HOST_KERNELS, select
-from ._launch import EMULATOR, Bound, Launch, Words, bind
-from ._philox import seed_offset
+from ._launch import EMULATOR, Bound, Words, bind
 from ._plans import Recent
 from ._problem import (
     DESCALES,
-    LAYOUTS,
     Extent,
     Form,
     Problem,
@@ -29,47 +34,16 @@ from ._problem import (
     extents,
     host_metadata,
     is_metadata,
-    recheck,
 )
-from ._scalars import factor, flag, random_state, recorded_state, refuse_gradient
-from ._views import permuted, span
-from .errors import InvalidArgument
+from ._scalars import factor, flag, recorded_state, refuse_gradient
+from ._views import span
 
-__all__ = ["PLANS", "SCALARS", "call", "layout_of", "lse_shape"]
-
-# The arguments that are no arrays, in the order in which `call` takes them.
-SCALARS = (
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "alignment",
-    "softcap",
-    "dropout_p",
-    "layout",
-    "deterministic",
-    "kernel",
-)
-# Types whose equal values mean the same, always: a tensor equals itself after it has changed.
-PLAIN = {type(None), bool, int, float, str, tuple, np.bool_, np.float64, np.float32}
+__all__ = ["PLANS", "call", "lse_shape"]
 
 PLANS = Recent(1024)
 
 Pointers = tuple[int, int, int, int]  # of q, k, v and out, 0 for an output to allocate
-Allocation = tuple[tuple[int, ...], tuple[int, ...], str, int]  # for `Adapter.empty_strided`
-
-
 Span = tuple[int, int]  # the first byte and the end, from the pointer
-
-
-class Extras(NamedTuple):
-    """The arguments beyond q, k, v and out, as a plan takes them."""
-
-    facts: tuple[Any, ...]
-    words: dict[str, tuple[int, ...]]  # by name: an address, or 0 and the random state
-    hosted: dict[str, Array]  # metadata in host memory
-
-
-NONE = Extras((), {}, {})
 
 
 class Plan(NamedTuple):
@@ -151,7 +125,7 @@ def call(
         try:
             key, pointers = _facts(adapter, q, k, v, out, scalars)
             if extras:
-                others = _others(adapter, kind, extras)
+                others = extras_of(adapter, kind, extras)
                 key = (key, masks, others.facts)
             plan = PLANS.get(key)
         except (TypeError, ValueError):  # unhashable, or no plain array: the checks say which
@@ -172,46 +146,8 @@ def _facts(
     at_q, at_k, at_v = pointer(q), pointer(k), pointer(v)
     at_out, facts_out = (0, None) if out is None else (pointer(out), facts(out))
     alignment = (at_q | at_k | at_v | at_out) & 15
-    scale, causal, (left, right), _, softcap, dropout_p, _, deterministic, _ = scalars
-    # True and 1.0 equal 1: an argument of a wrong type must not meet the plan of a right one.
-    numbers = type(scale), type(left), type(right), type(softcap), type(dropout_p)
-    types = (*numbers, type(causal), type(deterministic))
-    key = adapter, facts(q), facts(k), facts(v), facts_out, alignment, scalars, types
+    key = adapter, facts(q), facts(k), facts(v), facts_out, alignment, scalars_key(scalars)
     return key, (at_q, at_k, at_v, at_out)
-
-
-def _others(adapter: Adapter, kind: type, extras: dict[str, Any]) -> Extras:
-    """Return what a plan needs of the other arguments; TypeError where there can be no plan."""
-    facts: list[Any] = []
-    words: dict[str, tuple[int, ...]] = {}
-    hosted: dict[str, Array] = {}
-    for name, x in extras.items():
-        if type(x) is kind and adapter.device(x) != HOST:
-            at = adapter.pointer(x)
-            facts.append((name, adapter.facts(x), at if name in DESCALES else at & 7))
-            words[name] = (at,)
-        elif name == "rng_state":
-            facts.append(name)
-            words[name] = (0, *_pair(x))
-        elif is_metadata(name):
-            x = host_metadata(x, name)
-            hosted[name] = record = adapter_of(x, name).array(x, name)
-            if record.device != HOST:
-                raise TypeError("metadata of another framework")
-            facts.append((name, record.shape, record.dtype))
-        else:
-            raise TypeError("an array of another framework, or a number")
-    return Extras(tuple(facts), words, hosted)
-
-
-def _pair(rng_state: Any) -> tuple[int, int]:
-    """Return a random state of host memory."""
-    if type(rng_state) is tuple:
-        return seed_offset(rng_state)
-    state = random_state(recorded_state(rng_state), True, HOST)
-    if isinstance(state, Array) or state is None:
-        raise TypeError("a state of another framework on a GPU")
-    return state
 
 
 def _apart(plan: Plan, pointers: Pointers, others: Extras) -> bool:
@@ -235,23 +171,9 @@ def _copied(
     others: Extras,
 ) -> Any:
     """Check the metadata of host memory, and replay a plan with copies of it on the GPU."""
-    recheck(plan.problem, plan.extents, others.hosted)
-    with device_guard(plan.device):
-        copies = _uploaded(adapter, others.hosted, plan.device)
-    there = {name: (adapter.pointer(x),) for name, x in copies.items()}
-    words = plan.words(others._replace(words=others.words | there))
+    copies = copied(adapter, plan.problem, plan.extents, others.hosted, plan.device)
+    words = plan.words(others.beside(adapter, copies))
     return _replay(plan, adapter, pointers, out, return_lse, words)
-
-
-def _uploaded(adapter: Adapter, hosted: Mapping[str, Array], device: int) -> dict[str, Any]:
-    """Copy metadata to a device, which is current, on the caller's stream."""
-    if hosted and adapter.capturing(device):
-        name = min(hosted)
-        raise InvalidArgument(
-            f"`{name}` is in host memory, whose values a CUDA graph capture cannot copy: "
-            f"pass it as an array on device {device}"
-        )
-    return {name: adapter.upload(host_view(x), device) for name, x in hosted.items()}
 
 
 def _replay(
@@ -308,7 +230,7 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
     device = arrays["q"].device
     if device == HOST:
         return _on_host(adapter, request, arrays, options)
-    if not PLAIN.issuperset(map(type, request.scalars)):
+    if not is_plain(request.scalars):
         key = None
     with device_guard(device):
         return _on_device(adapter, request, arrays, options, key)
@@ -367,10 +289,10 @@ def _on_device(
     problem, operands = describe(arrays, arch=arch, **options)
     kernel = select(problem, name)
     if any(array.strides[3] != 1 for array in operands[:3]):
-        q, k, v = (adapter.contiguous_last(x) for x in request[:3])
+        q, k, v = (kept(adapter, adapter.contiguous_last(x), device) for x in request[:3])
         return call(q, k, v, *request[3:])
     hosted = {x: array for x, array in arrays.items() if is_metadata(x) and array.device == HOST}
-    copies = _uploaded(adapter, hosted, device)
+    copies = uploaded(adapter, hosted, device)
     if copies:
         arrays = arrays | {x: adapter.array(copy, x) for x, copy in copies.items()}
         problem, operands = describe(arrays, arch=arch, **options)
@@ -385,7 +307,7 @@ def _on_device(
         lse=(lse_shape(problem), contiguous_strides(lse_shape(problem)), problem.lse_dtype, device),
         spans=tuple(_span(array) for array in four),
         problem=problem,
-        places=_named_places(launch, request.masks),
+        places=named_places(launch, request.masks),
         reach=tuple((x, _span(array)) for x, array in extras.items() if x not in hosted),
         extents=extents(problem, operands, request.masks),
     )
@@ -395,22 +317,8 @@ def _on_device(
     return _replay(plan, adapter, (at_q, at_k, at_v, at_out), request.out, request.return_lse)
 
 
-def layout_of(
-    problem: Problem, array: Array, layout: str
-) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Return shape, strides and dtype of a view of (batch, length, heads, dim) as the caller's."""
-    view = permuted(array, LAYOUTS[layout])
-    return view.shape[problem.packed :], view.strides[problem.packed :], view.dtype
-
-
 def _span(array: Array) -> Span:
     return span(array, ITEMSIZES[array.dtype])
-
-
-def _named_places(launch: Launch, masks: tuple[Form, ...]) -> tuple[tuple[str, int], ...]:
-    """Return where a launch's Params hold the addresses of extras, by their names."""
-    arrays = [name for form in masks for name in form.names]
-    return tuple((x if isinstance(x, str) else arrays[x], at) for x, at in launch.places)
 
 
 def _replays(plan: Plan, extras: Mapping[str, Any]) -> bool:

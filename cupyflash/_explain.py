@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _jit
 from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
-from ._call import SCALARS
+from ._facts import SCALARS
 from ._kernels import rejections, select
 from ._launch import Launch, bind
 from ._problem import (

@@ -84,6 +84,12 @@ mask, segment_ids, seqused_q, seqused_k, learnable_sink, dropout_p, rng_state, l
     ------
     InvalidArgument, InvalidType, UnsupportedProblem
         As `attention` does.
+
+    Notes
+    -----
+    On a GPU a call needs scratch memory, linear in the lengths, from the allocator of the arrays'
+    library. That of a call which a CUDA graph captures belongs to the graph: PyTorch keeps it in
+    the graph's pool, for other libraries it is kept until the process ends.
     """
     hint("max_seqlen_q", max_seqlen_q)
     hint("max_seqlen_k", max_seqlen_k)

@@ -7,7 +7,7 @@ process and device; what it returns takes other parameters on a later call. Anyt
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _jit, _modifiers, _tickets
 from ._problem import Operands, Problem
+from ._problem_backward import Backward
 from ._tensor_map import BYTES, TensorMap, encode, moving
 from .errors import DeviceUnavailable
 
@@ -71,11 +72,16 @@ class Launch:
         x, y, z = self.grid
         return (min(x, multiprocessors), y, z) if self.persistent else self.grid
 
-    def with_tickets(self, pointer: int) -> "Launch":
-        """Return the launch with the address of its counter of tiles in params."""
-        end = TICKETS_OFFSET + 8
-        params = self.params[:TICKETS_OFFSET] + struct.pack("<Q", pointer) + self.params[end:]
-        return replace(self, params=params)
+    def moved(self, addresses: Mapping[int, int]) -> "Launch":
+        """Return the launch with other addresses at these offsets in params, of maps too."""
+        params = bytearray(self.params)
+        for offset, pointer in addresses.items():
+            struct.pack_into("<Q", params, offset, pointer)
+        maps = tuple(
+            (offset, tensor._replace(pointer=addresses.get(offset, tensor.pointer)))
+            for offset, tensor in self.maps
+        )
+        return replace(self, params=bytes(params), maps=maps)
 
     def complete(self, encode: Callable[[TensorMap], bytes]) -> bytes:
         """Return params with the tensor maps in their places, encoded for what runs the launch."""
@@ -105,6 +111,15 @@ class Emulator(Protocol):
         lse: np.ndarray | None,
     ) -> None:
         """Run the launch of a row of the dispatch table on operands in host memory."""
+
+    def differentiate(
+        self,
+        steps: Callable[..., Steps],
+        problem: Problem,
+        operands: Operands,
+        backward: Backward,
+    ) -> None:
+        """Run the steps of a backward row likewise."""
 
 
 EMULATOR: ContextVar[Emulator | None] = ContextVar("EMULATOR", default=None)  # of this thread

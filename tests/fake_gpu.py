@@ -15,7 +15,18 @@ import numpy as np
 import pytest
 from fake_policies import Reader
 
-from cupyflash import _array, _call, _cpu, _driver, _jit, _launch, _tensor_map, _tickets, reference
+from cupyflash import (
+    _array,
+    _call,
+    _cpu,
+    _driver,
+    _facts,
+    _jit,
+    _launch,
+    _tensor_map,
+    _tickets,
+    reference,
+)
 from cupyflash._array import ITEMSIZES, Adapter, Array
 from cupyflash._array.base import dtype_name, element_strides
 from cupyflash._array.host import empty_strided, host_view
@@ -89,6 +100,7 @@ class FakeAdapter(Adapter):
         self.recording = False
         self.copies = 0
         self.uploads = 0
+        self.kept: list[FakeArray] = []
         self.allocated: list[tuple[tuple[int, ...], str]] = []
 
     def facts(self, x: FakeArray) -> tuple[Any, ...]:
@@ -112,7 +124,7 @@ class FakeAdapter(Adapter):
     ) -> FakeArray:
         self.allocated.append((shape, dtype))
         host = empty_strided(shape, strides, dtype)
-        host[...] = np.nan
+        host[...] = 0xFF if dtype == "uint8" else np.nan
         return FakeArray(host, device)
 
     def upload(self, x: np.ndarray, device: int) -> FakeArray:
@@ -131,8 +143,16 @@ class FakeAdapter(Adapter):
     def contiguous_last(self, x: FakeArray) -> FakeArray:
         if x.host.strides[-1] == x.host.itemsize:
             return x
-        self.copies += 1
-        return FakeArray(np.ascontiguousarray(x.host), x.device)
+        return self.contiguous(x)
+
+    def contiguous(self, x: FakeArray) -> FakeArray:
+        if not x.host.flags.c_contiguous:
+            self.copies += 1
+            x = FakeArray(np.ascontiguousarray(x.host), x.device)
+        return x
+
+    def keep(self, x: FakeArray) -> None:
+        self.kept.append(x)
 
 
 TICKETS = 0x7000  # the address of the counter of tiles of a stream, less its handle
@@ -285,7 +305,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(_jit, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(_driver, "function", {"cuTensorMapEncodeTiled": encode_tiled}.__getitem__)
     monkeypatch.setattr(_tickets, "of", lambda function, device: lambda stream: TICKETS + stream)
-    monkeypatch.setattr(_call, "device_guard", Guard)
+    for module in (_call, _facts):
+        monkeypatch.setattr(module, "device_guard", Guard)
     monkeypatch.setattr(_launch, "_functions", {})
     monkeypatch.setattr(Guard, "entered", [])
     monkeypatch.setattr(_call, "PLANS", type(_call.PLANS)(64))

@@ -11,7 +11,7 @@ from strided import Strided
 
 import cupyflash
 from cupyflash import _accuracy
-from cupyflash._call import SCALARS
+from cupyflash._facts import SCALARS
 from cupyflash.errors import UnsupportedProblem
 from cupyflash.masks import All, Mask
 

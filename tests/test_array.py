@@ -16,6 +16,7 @@ from cupyflash._array import (
     ITEMSIZES,
     Array,
     adapter_of,
+    base,
     check_together,
     contiguous_strides,
     device_guard,
@@ -236,7 +237,18 @@ def test_a_cupy_array_is_read_in_place(cupy: Any, name: str) -> None:
     assert adapter.pointer(x) == record(x).pointer
     assert hash(adapter.facts(x)) == hash(adapter.facts(x.view()))
     assert adapter.facts(x) != adapter.facts(x[:, ::-1])
-    assert adapter.contiguous_last(x) is x
+    assert adapter.contiguous_last(x) is adapter.contiguous(x) is x
+
+
+def test_what_a_captured_graph_uses_is_kept(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(base, "_kept", kept)
+    x = cupy_array(cupy, (2,), np.float32)
+    adapter_of(x, "q").keep(x)
+    assert kept[0] is x
+    torch = pytest.importorskip("torch")  # whose graphs keep their memory themselves
+    adapter_of(torch.zeros(2), "q").keep(torch.zeros(2))
+    assert len(kept) == 1
 
 
 def test_cupy_views_keep_their_strides(cupy: Any) -> None:

@@ -19,13 +19,13 @@ FLOORS = (
         "_tickets",
     },
     {
-        "_problem", "_problem_backward", "_scalars", "_views", "_plans", "_launch", "_unit",
-        "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
+        "_problem", "_problem_backward", "_scalars", "_views", "_plans", "_launch", "_steps",
+        "_unit", "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
         "_modifiers", "_online", "_sequences", "_tiles", "_backward_delta",
     },
     {"_kernels", "_emulator"},
     {"_jax"},
-    {"_attention", "_backward", "_call", "_explain", "_gradients", "_versions"},
+    {"_attention", "_backward", "_call", "_explain", "_facts", "_gradients", "_versions"},
     {"_check", "_check_emulated", "_bench"},
     {"cli", "_console"},
 )  # fmt: skip

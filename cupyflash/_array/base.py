@@ -19,6 +19,9 @@ ITEMSIZES = {
 HOST = -1  # the "device" of host memory
 
 
+_kept: list[Any] = []  # see Adapter.keep
+
+
 class Array(NamedTuple):
     """An array as kernels see it; ``owner`` keeps its memory alive.
 
@@ -92,6 +95,17 @@ class Adapter(abc.ABC):
     def contiguous_last(self, x: Any) -> Any:
         """Return ``x``, or one copy on the caller's stream if its last stride is not 1."""
         raise NotImplementedError
+
+    def contiguous(self, x: Any) -> Any:
+        """Return ``x``, or one copy on the caller's stream if it is not C-contiguous."""
+        raise NotImplementedError
+
+    def keep(self, x: Any) -> None:
+        """Keep the memory of an array that a captured graph uses whenever it runs.
+
+        A graph does not say when it ends: the memory is kept until the process does.
+        """
+        _kept.append(x)
 
     def stream(self, device: int) -> int:
         """Return the raw handle of the caller's current stream on a device (0: the default)."""

@@ -145,10 +145,12 @@ class ForeignAdapter(Adapter):
     def contiguous_last(self, x: Array) -> Array:
         if x.device == HOST or x.shape[-1] <= 1 or x.strides[-1] == 1:
             return x
-        copy = gpu.contiguous_last(import_cupy(), _cupy_view(x))
-        return x._replace(
-            pointer=copy.data.ptr, strides=contiguous_strides(x.shape), readonly=False, owner=copy
-        )
+        return _copied(x)
+
+    def contiguous(self, x: Array) -> Array:
+        if x.device == HOST or x.strides == contiguous_strides(x.shape):
+            return x
+        return _copied(x)
 
     def stream(self, device: int) -> int:
         return 0 if device == HOST else import_cupy().cuda.get_current_stream(device).ptr
@@ -205,6 +207,14 @@ def _wait_for(producer: int, consumer: int, device: int) -> None:
         event = cuda.Event(disable_timing=True)
         cuda.Stream.from_external(_Stream(producer)).record(event)
         cuda.Stream.from_external(_Stream(consumer)).wait_event(event)
+
+
+def _copied(x: Array) -> Array:
+    """Return a C-contiguous copy on CuPy's current stream."""
+    copy = gpu.contiguous(import_cupy(), _cupy_view(x))
+    return x._replace(
+        pointer=copy.data.ptr, strides=contiguous_strides(x.shape), readonly=False, owner=copy
+    )
 
 
 def _cupy_view(x: Array) -> Any:

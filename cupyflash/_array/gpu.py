@@ -56,6 +56,9 @@ class CupyAdapter(Adapter):
     def contiguous_last(self, x: Any) -> Any:
         return contiguous_last(self._cupy, x)
 
+    def contiguous(self, x: Any) -> Any:
+        return contiguous(self._cupy, x)
+
     def stream(self, device: int) -> int:
         return self._cupy.cuda.get_current_stream(device).ptr
 
@@ -83,8 +86,15 @@ def _storage(
 
 def contiguous_last(cupy: Any, x: Any) -> Any:
     """Return a CuPy array, or one copy on CuPy's current stream if its last stride is not 1."""
-    if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize:
-        return x
+    return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else _copied(cupy, x)
+
+
+def contiguous(cupy: Any, x: Any) -> Any:
+    """Return a CuPy array, or one copy on CuPy's current stream if it is not C-contiguous."""
+    return x if x.flags.c_contiguous else _copied(cupy, x)
+
+
+def _copied(cupy: Any, x: Any) -> Any:
     # As integers: CuPy has no copy kernel for float8.
     return cupy.ascontiguousarray(x.view(f"uint{8 * x.itemsize}")).view(x.dtype)
 

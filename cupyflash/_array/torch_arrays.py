@@ -128,6 +128,12 @@ class TorchAdapter(Adapter):
     def contiguous_last(self, x: Any) -> Any:
         return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 
+    def contiguous(self, x: Any) -> Any:
+        return x.contiguous()
+
+    def keep(self, x: Any) -> None:
+        """Leave the memory to the pool of the graph, which PyTorch keeps for as long as that."""
+
     def capturing(self, device: int) -> bool:
         return bool(self._torch.cuda.is_current_stream_capturing())
 

@@ -4,14 +4,16 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
 
 from .._array import HOST, Array, contiguous_strides
-from .._launch import EMULATOR, Launch
+from .._launch import EMULATOR, TICKETS_OFFSET, Launch, Steps
 from .._problem import Operands, Problem
+from .._problem_backward import Backward
+from .._steps import TICKETS
 from ..errors import InvalidArgument, KernelFault
 from . import build, tensor_maps
 from .memory import Memory
@@ -19,7 +21,7 @@ from .stats import Counters, Stats
 
 __all__ = ["Session", "run", "session"]
 
-OUTPUTS = ("out",)  # of the operands of a call
+WRITTEN = ("dq", "dk", "dv", "dbias", "dsink")  # of the arrays of a backward call
 MESSAGE_BYTES = 1 << 14
 PARAMS_ALIGNMENT = 64  # CUDA Driver API, "cuTensorMapEncodeTiled": of a tensor map in Params
 MULTIPROCESSORS = 3  # few, so that a block of a persistent kernel computes several tiles
@@ -93,29 +95,59 @@ class Session:
     ) -> None:
         """Run the launch of a row of the dispatch table on operands in host memory."""
         with Memory(build.runtime()) as memory:
-            placed: dict[str, Any] = {
-                name: (memory.written if name in OUTPUTS else memory.read)(name, value)
-                for name, value in operands._asdict().items()
-                if isinstance(value, Array)
-            }
-            placed["masks"] = tuple(
-                tuple(memory.read("mask", x) for x in arrays) for arrays in operands.masks
-            )
+            placed = _placed(memory, operands, ("out",))
             sums = 0 if lse is None else memory.written("lse", _array(lse)).pointer
-            ready = launch(problem, operands._replace(**placed), sums)
-            counter = None
-            if ready.tickets and self.seed % 2 == 0:  # the blocks of odd seeds take tiles in turn
-                counter = memory.counter()
-                ready = ready.with_tickets(counter.ctypes.data)
-            if ready.grid[0]:
-                self._count(ready.symbol, run(ready, self.seed))
-            if counter is not None and counter.any():
-                left = counter.tolist()
-                raise KernelFault(f"{ready.symbol} left its tickets at {left}, not at zeros")
+            ready = launch(problem, placed, sums)
+            self._run(memory, ready, [TICKETS_OFFSET] if ready.tickets else [])
             memory.collect()
+
+    def differentiate(
+        self,
+        steps: Callable[..., Steps],
+        problem: Problem,
+        operands: Operands,
+        backward: Backward,
+    ) -> None:
+        """Run the steps of a backward row of the dispatch table on arrays in host memory."""
+        with Memory(build.runtime()) as memory:
+            placed = _placed(memory, operands)
+            twins = {
+                name: (memory.written if name in WRITTEN else memory.read)(name, x)
+                for name, x in backward._asdict().items()
+                if x is not None and name != "out"
+            }
+            scratch, launches = steps(problem, placed, backward._replace(out=placed.out, **twins))
+            base = memory.scratch(scratch)
+            for launch in launches:
+                ready = launch.moved({at: base + offset for at, offset in launch.scratch})
+                self._run(memory, ready, [at for name, at in launch.places if name == TICKETS])
+            memory.collect()
+
+    def _run(self, memory: Memory, launch: Launch, tickets: list[int]) -> None:
+        """Run a launch whose Params have the addresses of counters of tiles at these offsets."""
+        # The blocks of odd seeds take tiles in turn.
+        counters = [memory.counter() for _ in tickets if self.seed % 2 == 0]
+        addresses = zip(tickets, (counter.ctypes.data for counter in counters), strict=False)
+        if all(launch.grid):
+            self._count(launch.symbol, run(launch.moved(dict(addresses)), self.seed))
+        for counter in counters:
+            if counter.any():
+                left = counter.tolist()
+                raise KernelFault(f"{launch.symbol} left its tickets at {left}, not at zeros")
 
     def _count(self, kernel: str, stats: Stats) -> None:
         self.stats[kernel] = self.stats.get(kernel, Stats()) + stats
+
+
+def _placed(memory: Memory, operands: Operands, written: Container[str] = ()) -> Operands:
+    """Return the twins of operands."""
+    twins: dict[str, Any] = {
+        name: (memory.written if name in written else memory.read)(name, value)
+        for name, value in operands._asdict().items()
+        if isinstance(value, Array)
+    }
+    masks = tuple(tuple(memory.read("mask", x) for x in arrays) for arrays in operands.masks)
+    return operands._replace(masks=masks, **twins)
 
 
 def _array(x: np.ndarray) -> Array:

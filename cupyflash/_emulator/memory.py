@@ -13,6 +13,7 @@ import numpy as np
 
 from .._array import ITEMSIZES, Array
 from .._array.host import host_view
+from .._steps import SCRATCH_ALIGNMENT
 from .._views import span
 from ..errors import KernelFault
 
@@ -65,6 +66,11 @@ class Memory:
         twin, content = self._place(name, array)
         self._outputs.append(_Placed(name, array, twin, content, content.copy()))
         return twin
+
+    def scratch(self, size: int) -> int:
+        """Return the address, a multiple of 256, of bytes that are NaN; 0 for none."""
+        whole = -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT  # it ends where a page does
+        return self._allocate(whole, "scratch", fill_nan=1) if size else 0
 
     def counter(self) -> np.ndarray:
         """Return two words of a kernel's own, zeros."""
