@@ -349,6 +349,8 @@ def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Ex
     arch : int, str or None, optional
         Compute capability of the GPU, 90 or "sm_90" for 9.0 (the default), or None for arrays in
         host memory; only with sizes.
+    backward : bool, optional
+        Whether to speak of the gradients of the call, as `attention_backward` computes them.
     **arguments : object
         Options as `attention` and `attention_varlen` take them; with sizes, True stands for an
         optional array, and a mask may have 0 for each array: ``PrefixLM(0)``, ``Segments(0)``.
@@ -362,19 +364,19 @@ def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Ex
 
 
 def supports(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> bool:
-    """Return whether some kernel computes a call of `attention`.
+    """Return whether some kernel computes a call of `attention`, or its gradients.
 
     Parameters
     ----------
     q, k, v : array, optional
         The arrays of the call.
     **arguments : object
-        Sizes, dtype, arch and options, as `explain` takes them.
+        Sizes, dtype, arch, options and ``backward``, as `explain` takes them.
 
     Returns
     -------
     bool
-        False where `attention` would raise UnsupportedProblem; wrong arguments raise here too.
+        False where the call would raise UnsupportedProblem; wrong arguments raise here too.
     """
     return _explain.supports((q, k, v), arguments)
 
@@ -392,7 +394,8 @@ def warmup(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Non
     device : int, optional
         CUDA ordinal of the GPU, 0 by default; only with sizes.
     **arguments : object
-        Sizes, dtype and options, as `explain` takes them; sizes mean C-contiguous arrays.
+        Sizes, dtype, options and ``backward``, as `explain` takes them; sizes mean C-contiguous
+        arrays. With ``backward=True`` the kernels of the gradients alone are loaded.
     """
     _explain.warmup((q, k, v), arguments)
 

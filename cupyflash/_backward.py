@@ -26,7 +26,7 @@ from ._kernels import HOST_KERNELS, select
 from ._launch import EMULATOR
 from ._plans import Recent
 from ._problem import Extent, Form, Operands, Problem, extents, host_metadata, is_metadata
-from ._problem_backward import EXTRA, Backward, describe_backward
+from ._problem_backward import EXTRA, Backward, describe_backward, refuse_float8
 from ._scalars import recorded_state, refuse_gradient
 from ._steps import BoundSteps, bind_steps
 from .errors import UnsupportedProblem
@@ -183,6 +183,7 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Gradients:
             own = adapter_of(x, name)
             records[name] = own.array(x, name)
             refuse_gradient(own, x, name, "attention_backward")
+    refuse_float8(records["q"].dtype)
     options = dict(zip(SCALARS, request.scalars, strict=True))
     options["rng_state"] = recorded_state(request.arrays.get("rng_state"))
     options |= {"masks": request.masks, "wanted": request.wanted}

@@ -18,6 +18,7 @@ from ._facts import (
     is_plain,
     kept,
     layout_of,
+    lse_shape,
     named_places,
     scalars_key,
     uploaded,
@@ -38,7 +39,7 @@ from ._problem import (
 from ._scalars import factor, flag, recorded_state, refuse_gradient
 from ._views import span
 
-__all__ = ["PLANS", "call", "lse_shape"]
+__all__ = ["PLANS", "call"]
 
 PLANS = Recent(1024)
 
@@ -325,9 +326,3 @@ def _replays(plan: Plan, extras: Mapping[str, Any]) -> bool:
     """Whether a plan has a place for all that changes between calls of the same facts."""
     fixed = {*DESCALES} if plan.problem.dropout_p else {*DESCALES, "rng_state"}
     return extras.keys() - fixed <= {name for name, _ in plan.places}
-
-
-def lse_shape(problem: Problem) -> tuple[int, ...]:
-    """Return the shape of the log-sum-exp."""
-    shape = (problem.heads_q, problem.len_q)
-    return shape if problem.packed else (problem.batch, *shape)

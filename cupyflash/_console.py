@@ -87,6 +87,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+backward_option = click.option("--backward", is_flag=True, help="Of the gradients.")
 
 
 class Sizes(click.ParamType):

@@ -10,9 +10,9 @@ import numpy as np
 
 from . import _jit
 from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
-from ._facts import SCALARS
+from ._facts import SCALARS, lse_shape
 from ._kernels import rejections, select
-from ._launch import Launch, bind
+from ._launch import Launch, load
 from ._problem import (
     BROADCAST,
     DTYPES,
@@ -22,11 +22,13 @@ from ._problem import (
     Problem,
     describe,
     forms,
+    fresh,
     host_metadata,
     is_metadata,
     shapes,
     stand_in,
 )
+from ._problem_backward import Backward, describe_backward
 from ._scalars import architecture, flag, hint, recorded_state, refuse_gradient
 from .errors import (
     CompileFailed,
@@ -43,6 +45,7 @@ MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 # The optional arrays: True stands for one in a call of sizes alone.
 EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
 HINTS = ("max_seqlen_q", "max_seqlen_k")
+OTHERS = ("mask", "segment_ids", "out", "rng_state", "return_lse", "backward")
 # What segment_ids=True stands for, of int32.
 SEGMENTS = Form("segment_ids", Segments(None), ("segment_ids[0]", "segment_ids[1]"))
 
@@ -67,6 +70,8 @@ class Explanation:
         Of a compiled kernel: registers, stack, spills.
     note : str or None
         Why ``resources`` are not known.
+    steps : tuple of (Launch, Resources or None)
+        Of a backward call on a GPU: all that it launches, in this order.
     """
 
     problem: Problem
@@ -76,6 +81,7 @@ class Explanation:
     launch: Launch | None = None
     resources: _jit.Resources | None = None
     note: str | None = None
+    steps: tuple[tuple[Launch, _jit.Resources | None], ...] = ()
 
     def __str__(self) -> str:
         p = self.problem
@@ -93,22 +99,36 @@ class Explanation:
             lines.append(f"  masks      {' & '.join(type(mask).__name__ for mask in p.masks)}")
         if p.modifiers:
             lines.append(f"  with {', '.join(p.modifiers)}")
+        if p.op == "backward":
+            same = ", deterministic" if p.deterministic else ""
+            lines.append(f"  gradients  {', '.join(('dq', 'dk', 'dv', *p.wanted))}{same}")
         lines.append(f"kernel: {self.kernel or 'none'}")
         if self.config:
             lines.append("  config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()))
-        if self.launch is not None:
-            (blocks, _, _), (threads, _, _) = self.launch.grid, self.launch.block
-            each = "tiles, a block a multiprocessor," if self.launch.persistent else "blocks"
-            lines.append(f"  launch     {blocks} {each} of {threads} threads, {self.launch.arch}")
-            lines.append(f"  shared     {self.launch.shared_bytes} bytes a block")
-        if r := self.resources:
-            spills = f"{r.spill_stores + r.spill_loads} bytes spilled, NVRTC {r.nvrtc_version}"
-            lines.append(f"  registers  {r.registers} a thread, {spills}")
+        launched = ((self.launch, self.resources),) if self.launch is not None else ()
+        for launch, resources in self.steps or launched:
+            if self.steps:
+                lines.append(f"  step       {launch.symbol}")
+            lines += _resources(launch, resources)
         if self.note:
             lines.append(f"  note       {self.note}")
         if self.rejected:
             lines += ["others:", *(f"  {reason}" for reason in self.rejected.values())]
         return "\n".join(lines)
+
+
+def _resources(launch: Launch, r: _jit.Resources | None) -> list[str]:
+    """Return lines for people on what a launch takes."""
+    blocks, threads = math.prod(launch.grid), math.prod(launch.block)
+    each = "tiles, a block a multiprocessor," if launch.persistent else "blocks"
+    lines = [
+        f"  launch     {blocks} {each} of {threads} threads, {launch.arch}",
+        f"  shared     {launch.shared_bytes} bytes a block",
+    ]
+    if r is not None:
+        spills = f"{r.spill_stores + r.spill_loads} bytes spilled, NVRTC {r.nvrtc_version}"
+        lines.append(f"  registers  {r.registers} a thread, {spills}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,7 @@ class Request(NamedTuple):
     operands: Operands
     kernel: str | None
     device: int
+    backward: Backward | None = None  # of a backward call
 
 
 def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -167,7 +188,7 @@ def resolve(
     arrays: tuple[Any, Any, Any], sizes: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Request:
     """Describe a call, from its arrays or, where all are None, from sizes by name."""
-    known = {*SCALARS, *EXTRAS, *HINTS, "mask", "segment_ids", "out", "rng_state", "return_lse"}
+    known = {*SCALARS, *EXTRAS, *HINTS, *OTHERS}
     if unknown := options.keys() - known:
         raise InvalidType(f"`{min(unknown)}` is no option of attention: see its documentation")
     scalars = {name: options[name] for name in SCALARS if name in options}
@@ -205,8 +226,23 @@ def resolve(
     state = options.get("rng_state")
     # The state decides nothing here, so that it may be missing; True stands for one.
     state = (0, 0) if state is None or state is True else recorded_state(state)
-    problem, operands = describe(records, arch=arch, rng_state=state, masks=masks, **scalars)
-    return Request(problem, operands, kernel, records["q"].device)
+    described = {"arch": arch, "rng_state": state, "masks": masks, **scalars}
+    problem, operands = describe(records, **described)
+    device = records["q"].device
+    if not flag("backward", options.get("backward", False)):
+        return Request(problem, operands, kernel, device)
+    records |= _results(problem, records)
+    problem, operands, backward = describe_backward(records, **described)
+    return Request(problem, operands, kernel, device, backward)
+
+
+def _results(problem: Problem, records: Mapping[str, Array]) -> dict[str, Array]:
+    """Return records of what a forward call returned, and of the gradient, at no address."""
+    out = records.get("out") or fresh(records["q"], problem.head_dim_v)
+    shape = lse_shape(problem)
+    strides, dtype = contiguous_strides(shape), problem.lse_dtype
+    lse = out._replace(pointer=0, shape=shape, strides=strides, dtype=dtype)
+    return {"out": out, "dout": out._replace(pointer=0), "lse": lse}
 
 
 def supports(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
@@ -226,23 +262,30 @@ def supports(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool
 
 def explain(request: Request) -> Explanation:
     """Choose the kernel of a call, and compile it where NVRTC is there."""
-    problem, operands, name, _ = request
+    problem, operands, name, *_ = request
     rejected = rejections(problem)
     try:
         kernel = select(problem, name)
     except UnsupportedProblem:
         return Explanation(problem, None, rejected)
     rejected.pop(kernel.name, None)
-    if kernel.launch is None or kernel.config is None:
+    launches = kernel.launches(problem, operands, request.backward)
+    if not launches or kernel.config is None:
         return Explanation(problem, kernel.name, rejected)
-    launch = kernel.launch(problem, operands)
-    resources, note = None, None
-    try:
-        resources = _jit.compile(launch.unit, launch.symbol, launch.arch).resources
-    except (CompileFailed, DeviceUnavailable, UnsupportedProblem) as error:
-        note = str(error)
+    resources: list[_jit.Resources | None] = []
+    note = None
+    for launch in launches:
+        try:
+            resources.append(_jit.compile(launch.unit, launch.symbol, launch.arch).resources)
+        except (CompileFailed, DeviceUnavailable, UnsupportedProblem) as error:
+            resources.append(None)
+            note = str(error)
     config = dataclasses.asdict(kernel.config(problem))
-    return Explanation(problem, kernel.name, rejected, config, launch, resources, note)
+    steps = tuple(zip(launches, resources, strict=True))
+    own = next(step for step in steps if step[0].symbol == kernel.name)
+    if kernel.steps is None:
+        steps = ()
+    return Explanation(problem, kernel.name, rejected, config, *own, note, steps)
 
 
 def warmup(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> None:
@@ -262,8 +305,9 @@ def warmup(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> None:
         sizes["device"] = options.pop("device")  # which `resolve` refuses
     request = resolve(arrays, sizes, options)
     kernel = select(request.problem, request.kernel)
-    if kernel.launch is not None:
-        bind(kernel.launch(request.problem, request.operands), request.device)
+    for launch in kernel.launches(request.problem, request.operands, request.backward):
+        if all(launch.grid):
+            load(launch, request.device)
 
 
 def _record(name: str, x: Any) -> Array:

@@ -30,7 +30,7 @@ from .errors import InvalidArgument
 
 __all__ = [
     "NONE", "SCALARS", "Allocation", "Extras", "Words", "copied", "extras_of", "is_plain", "kept",
-    "layout_of", "named_places", "scalars_key", "uploaded",
+    "layout_of", "lse_shape", "named_places", "scalars_key", "uploaded",
 ]  # fmt: skip
 
 # The arguments that are no arrays, in the order in which calls take them.
@@ -158,3 +158,9 @@ def named_places(launch: Launch, masks: Iterable[Form]) -> tuple[tuple[str, int]
     """Return where a launch's Params hold the addresses of arguments, by their names."""
     arrays = [name for form in masks for name in form.names]
     return tuple((x if isinstance(x, str) else arrays[x], at) for x, at in launch.places)
+
+
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    """Return the shape of the log-sum-exp."""
+    shape = (problem.heads_q, problem.len_q)
+    return shape if problem.packed else (problem.batch, *shape)

@@ -89,6 +89,17 @@ class Kernel:
         place = "host" if self.arch is None else capabilities(self.arch)
         return KernelInfo(self.name, self.op, place, self.needs)
 
+    def launches(
+        self, problem: Problem, operands: Operands, backward: Backward | None = None
+    ) -> tuple[Launch, ...]:
+        """Return what a call launches, in this order; a row of the host launches nothing."""
+        if self.launch is not None:
+            return (self.launch(problem, operands),)
+        if self.steps is not None:
+            assert backward is not None
+            return self.steps(problem, operands, backward).launches
+        return ()
+
     def refusal(self, problem: Problem) -> str | None:
         """Return why this row does not take a problem, as a sentence, or None."""
         reason = self._wrong_place(problem) or self.unsupported(problem)

@@ -69,7 +69,6 @@ def describe_backward(
     -------
     Problem, Operands, Backward
     """
-    refuse_float8(arrays["q"].dtype)
     problem, named = checked("backward", arrays, arch=arch, layout=layout, **options)
     dout, lse, dlse = (named.pop(name, None) for name in ("dout", "lse", "dlse"))
     operands = Operands(**named)

@@ -20,6 +20,7 @@ from ._console import (
     Group,
     Sizes,
     as_json,
+    backward_option,
     effort_options,
     emit,
     facts,
@@ -77,8 +78,9 @@ def list_(as_json: bool) -> None:
 @problem_options
 @click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
+@backward_option
 @as_json
-def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
+def explain(case: Any, arch: str | None, kernel: str | None, backward: bool, as_json: bool) -> None:
     """Say which kernel computes a problem and with what resources, and why the others do not.
 
     Of problems with other options (packed sequences, softcap, bias, dropout) `cupyflash.explain`
@@ -86,10 +88,15 @@ def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> N
     """
     from . import explain
 
-    answer = explain(**case.sizes(arch or gpu_arch()), **case.options, kernel=kernel)
+    sizes = case.sizes(arch or gpu_arch())
+    answer = explain(**sizes, **case.options, kernel=kernel, backward=backward)
     if as_json:
         resources = answer.resources and answer.resources._asdict()
-        emit(dataclasses.asdict(answer) | {"resources": resources})
+        steps = [
+            {"launch": dataclasses.asdict(launch), "resources": used and used._asdict()}
+            for launch, used in answer.steps
+        ]
+        emit(dataclasses.asdict(answer) | {"resources": resources, "steps": steps})
     else:
         click.echo(str(answer))
     raise SystemExit(int(answer.kernel is None))
@@ -99,12 +106,13 @@ def explain(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> N
 @problem_options
 @click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
+@backward_option
 @as_json
-def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None:
+def show(case: Any, arch: str | None, kernel: str | None, backward: bool, as_json: bool) -> None:
     """Show the translation unit of a problem, its registers and its shared memory."""
     from ._bench import units
 
-    unit = units.unit(case, arch or gpu_arch() or no_arch(), kernel)
+    unit, *_ = units.units_of(case, arch or gpu_arch() or no_arch(), kernel, backward)
     used = unit.compile()
     if as_json:
         emit({"unit": unit.launch.unit, "resources": used})
@@ -116,12 +124,21 @@ def show(case: Any, arch: str | None, kernel: str | None, as_json: bool) -> None
 @main.command("compile")
 @problem_options
 @click.option("--arch", help="Comma list, like 80,90; by default the GPU here.")
-@click.option("--all", "every", is_flag=True, help="Every dtype, pair of head dims and mask.")
+@click.option(
+    "--all", "every", is_flag=True, help="Both passes, every dtype, pair of head dims and mask."
+)
+@backward_option
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @click.option("--stats", is_flag=True, help="Show registers, spills, shared memory, seconds.")
 @as_json
 def compile_(
-    case: Any, arch: str | None, every: bool, kernel: str | None, stats: bool, as_json: bool
+    case: Any,
+    arch: str | None,
+    every: bool,
+    backward: bool,
+    kernel: str | None,
+    stats: bool,
+    as_json: bool,
 ) -> None:
     """Compile kernels into the cache; no GPU is needed.
 
@@ -133,7 +150,9 @@ def compile_(
     found = [
         unit
         for name in (arch or gpu_arch() or no_arch()).split(",")
-        for unit in (units.every(name, kernel) if every else [units.unit(case, name, kernel)])
+        for unit in (
+            units.every(name, kernel) if every else units.units_of(case, name, kernel, backward)
+        )
     ]
     rows = []
     with progress(len(found)) as tell:

@@ -7,6 +7,7 @@ them, and writes every gradient: so a wrong word is a wrong result.
 
 import itertools
 import struct
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,13 @@ SUMS = 512  # bytes into the scratch
 FIRST = ("dlse", "scratch")
 SECOND = ("k", "v", "dout", "out", "lse", "dq", "dk", "dv", "dbias", "dsink", "scratch", "tickets")
 RESULTS = ("dq", "dk", "dv", "dbias", "dsink")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the kernel is specialised for."""
+
+    head_dim: int
 
 
 class Planned(NamedTuple):
@@ -58,7 +66,7 @@ class FakeBackward:
             arch=range(80, 1000),
             needs="nothing",
             unsupported=lambda problem: "refuses" if problem.head_dim > 256 else None,
-            config=lambda problem: None,
+            config=lambda problem: Config(problem.head_dim),
             steps=self.steps,
         )
 
@@ -107,6 +115,7 @@ class FakeBackward:
     def load(self, cubin: Any, device: int, shared_bytes: int) -> Any:
         if cubin.unit not in self._planned:
             return self._load(cubin, device, shared_bytes)
+        self.gpu.loaded.append((cubin.unit, device, shared_bytes))
 
         def kernel(grid: Any, block: Any, args: Any, shared_mem: int, stream: Any) -> None:
             assert (grid, block, shared_mem) == ((3, 1, 1), (32, 1, 1), shared_bytes)

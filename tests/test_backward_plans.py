@@ -1,9 +1,12 @@
 """Backward calls on a GPU that is none: plans and their replay, copies, captures, scratch."""
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from fake_backward import NAME, FakeBackward, install_backward
 from fake_gpu import FakeArray, Guard
 from test_replay import EVERY, NAMES, modifiers, put
@@ -18,6 +21,8 @@ from cupyflash import (
     _jit,
 )
 from cupyflash._array import HOST
+from cupyflash._bench import units
+from cupyflash.cli import main
 
 
 @pytest.fixture
@@ -349,3 +354,97 @@ def test_nothing_of_the_host_is_planned(fake: FakeBackward, rng: np.random.Gener
     assert not len(_backward.PLANS)
     assert not fake.launches
     assert HOST not in Guard.entered
+
+
+# What a call would do
+
+
+SIZES = {"batch": 2, "len_q": 9, "len_k": 13, "heads_q": 4, "heads_k": 2, "head_dim": 8}
+
+
+def test_explain_names_every_step(fake: FakeBackward, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any) -> None:
+        raise DeviceUnavailable("NVRTC cannot be loaded")
+
+    monkeypatch.setattr(_jit, "compile", missing)
+    said = cupyflash.explain(**SIZES, arch=80, backward=True, attn_bias=True, deterministic=True)
+    assert (said.kernel, said.config) == (NAME, {"head_dim": 8})
+    assert [launch.symbol for launch, _ in said.steps] == [NAME, NAME]
+    assert said.launch == said.steps[0][0]
+    assert said.problem.wanted == ("dbias",)
+    page = str(said)
+    for line in (
+        "backward, bfloat16, full",
+        "gradients  dq, dk, dv, dbias, deterministic",
+        f"kernel: {NAME}",
+        "note       NVRTC cannot be loaded",
+        "others:\n  reference takes arrays in host memory, these are on a GPU",
+    ):
+        assert line in page
+    assert page.count(f"step       {NAME}") == page.count("launch     3 blocks of 32 threads") == 2
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_explain_and_supports_take_arrays(
+    layout: str, fake: FakeBackward, rng: np.random.Generator
+) -> None:
+    _, q, k, v, *_ = draw(rng)
+    if layout == "bhsd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    options = {"layout": layout, "backward": True}
+    said = cupyflash.explain(q, k, v, **options)
+    assert (said.problem.op, said.kernel, said.steps) == ("backward", "reference", ())
+    assert (said.problem.len_q, said.problem.heads_q, said.problem.wanted) == (9, 4, ())
+    assert cupyflash.supports(*map(put, (q, k, v)), **options)
+    assert not cupyflash.supports(q, k, v, kernel=NAME, **options)
+    with pytest.raises(InvalidType, match=r"^`backward` must be a bool, got int"):
+        cupyflash.explain(q, k, v, layout=layout, backward=1)
+
+
+def test_sizes_of_packed_sequences_and_of_dtypes_without_gradients(fake: FakeBackward) -> None:
+    packed = {"cu_seqlens_q": True, "cu_seqlens_k": True, "learnable_sink": True}
+    said = cupyflash.explain(**SIZES, arch=None, backward=True, **packed)
+    assert said.problem.packed
+    assert said.problem.wanted == ("dsink",)
+    assert not cupyflash.supports(**SIZES, arch=None, dtype="float8_e4m3fn", backward=True)
+    assert cupyflash.supports(**SIZES, arch=None, dtype="float8_e4m3fn")
+
+
+def test_warmup_loads_every_step(fake: FakeBackward, rng: np.random.Generator) -> None:
+    arrays = [put(x) for x in draw(rng)]
+    cupyflash.warmup(*arrays[1:4], backward=True)
+    assert len(fake.gpu.loaded) == 2
+    assert not fake.launches
+    cupyflash.warmup(**SIZES, backward=True)
+    cupyflash.warmup(**SIZES, backward=True, kernel=NAME)
+    assert len(fake.gpu.loaded) == 6, "each plan of the fake kernel has units of its own"
+
+
+def test_the_command_line_speaks_of_gradients(
+    fake: FakeBackward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile(self: units.Unit) -> dict[str, Any]:
+        compiled.append(self.launch.unit)
+        return dict.fromkeys(("spill_stores", "spill_loads", "log"), 0) | {"unit": "unit"}
+
+    monkeypatch.setattr(units.Unit, "compile", compile)
+    monkeypatch.setattr(_jit, "compile", lambda *arguments: SimpleNamespace(resources=None))
+    done = CliRunner().invoke(main, ["explain", "--backward", "--arch", "90", "--json"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["kernel"] == NAME
+    assert [step["launch"]["symbol"] for step in answer["steps"]] == [NAME, NAME]
+    done = CliRunner().invoke(main, ["show", "--backward", "--arch", "90"])
+    assert done.exit_code == 0, done.output
+    assert "// fake 1 step 0" in done.stdout
+    compiled.clear()
+    done = CliRunner().invoke(main, ["compile", "--backward", "--arch", "90"])
+    assert done.exit_code == 0, done.output
+    assert [unit.split("\n")[0] for unit in compiled] == ["// fake 2 step 0", "// fake 2 step 1"]
+    compiled.clear()
+    done = CliRunner().invoke(main, ["compile", "--all", "--kernel", NAME, "--arch", "90"])
+    assert done.exit_code == 0, done.output
+    taken = [dims for dims in units.DIMS if dims[0] <= 256]
+    assert len(compiled) == 2 * 5 * len(taken) * len(units.MASKS)

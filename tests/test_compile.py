@@ -37,7 +37,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")  # on Hopper
 FULL, CAUSAL = Band(), Band(None, 0)
 BANDS = {"full": FULL, "causal": CAUSAL, "from": Band(128, None), "window": Band(128, 128)}
-ROWS = [row for row in KERNELS if row.config is not None]
+ROWS = [row for row in KERNELS if row.launch is not None]
 
 
 def problem(

@@ -155,9 +155,10 @@ class Case:
             sizes["len_q"] = sizes["len_k"] = sum(self.lengths)
         return {**sizes, "dtype": DTYPES[self.dtype].name, "arch": arch}
 
-    def request(self, arch: int | None) -> Request:
+    def request(self, arch: int | None, backward: bool = False) -> Request:
         """Return the call that the dispatch table is asked about."""
-        return resolve((None, None, None), self.sizes(arch), self.arguments(lambda array: True))
+        options = self.arguments(lambda array: True) | {"backward": backward}
+        return resolve((None, None, None), self.sizes(arch), options)
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return standard normal q, k and v in layout (batch, length, heads, head_dim)."""

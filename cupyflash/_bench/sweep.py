@@ -19,7 +19,7 @@ from .limits import limits
 from .peers import choose
 from .run import Effort, Group, run
 from .suites import suites
-from .units import unit
+from .units import units_of
 
 Tell = Callable[[str], None]
 
@@ -63,7 +63,7 @@ class Sweep:
         if device == "auto":
             device = "cuda" if environment.gpu_present() else "cpu"
         require(device)
-        names = [kernel.name for kernel in _kernels.KERNELS]
+        names = [kernel.name for kernel in _kernels.KERNELS if kernel.op == "forward"]
         if self.kernel is not None and self.kernel not in names:
             raise InvalidArgument(
                 f"`kernel` must be one of {', '.join(names)}, got {self.kernel!r}"
@@ -170,7 +170,8 @@ def compile_ahead(groups: tuple[Group, ...]) -> None:
 
     def compile_one(case: Case, kernel: str | None) -> None:
         with contextlib.suppress(Exception):  # which the case itself will meet and report
-            unit(case, arch, kernel).compile()
+            for unit in units_of(case, arch, kernel):
+                unit.compile()
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_one, *zip(*wanted, strict=True)))

@@ -42,22 +42,28 @@ class Unit:
         }
 
 
-def unit(case: Case, arch: str, kernel: str | None = None) -> Unit:
-    """Return the unit that a problem is computed by on an architecture.
+def units_of(
+    case: Case, arch: str, kernel: str | None = None, backward: bool = False
+) -> list[Unit]:
+    """Return the units that a problem is computed by on an architecture: first the kernel's own.
 
     Raises
     ------
     UnsupportedProblem
         No kernel, or not the one named, takes the problem there.
     """
-    request = case.request(architecture(arch))
+    request = case.request(architecture(arch), backward)
     row = _kernels.select(request.problem, kernel)
-    assert row.launch is not None, "rows of the host take no problem of a GPU"
-    return Unit(case, row.launch(request.problem, request.operands))
+    launches = row.launches(request.problem, request.operands, request.backward)
+    assert launches, "rows of the host take no problem of a GPU"
+    return [
+        Unit(case, launch)
+        for launch in sorted(launches, key=lambda launch: launch.symbol != row.name)
+    ]
 
 
 def every(arch: str, kernel: str | None = None) -> list[Unit]:
-    """Return each unit of an architecture: every dtype, pair of head dims and mask.
+    """Return each unit of an architecture: every pass, dtype, pair of head dims and mask.
 
     Parameters
     ----------
@@ -67,13 +73,14 @@ def every(arch: str, kernel: str | None = None) -> list[Unit]:
         One kernel's only.
     """
     units: dict[str, Unit] = {}
-    for dtype, dims, mask in itertools.product(DTYPES, DIMS, MASKS):
+    for dtype, dims, mask, backward in itertools.product(DTYPES, DIMS, MASKS, (False, True)):
         case = Case(dtype, 1, 4096, 4096, 16, 16, *dims, mask)
-        problem, operands, *_ = case.request(architecture(arch))
+        request = case.request(architecture(arch), backward)
         for row in _kernels.KERNELS:
-            if row.launch is not None and row.refusal(problem) is None:
-                launch = row.launch(problem, operands)
-                if kernel in (None, row.name):
+            if row.op != request.problem.op or row.refusal(request.problem) is not None:
+                continue
+            if kernel in (None, row.name):
+                for launch in row.launches(request.problem, request.operands, request.backward):
                     units.setdefault(launch.unit, Unit(case, launch))
     return list(units.values())
 
