@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _cpu, _forward_sm80, _forward_sm90, reference
+from . import _backward_sm90, _cpu, _forward_sm80, _forward_sm90, reference
 from ._array import Array, host_dtype
 from ._array.host import host_view
 from ._forward import MAX_HEAD_DIM, refuse_dtype
@@ -288,6 +288,19 @@ REFERENCE = Kernel(
     run=_run_reference,
 )
 
+BACKWARD_SM90 = Kernel(
+    name=_backward_sm90.NAME,
+    op="backward",
+    arch=range(90, 91),
+    needs=(
+        f"{', '.join(_backward_sm90.DTYPES)}; head dims <= {MAX_HEAD_DIM}, rows of whole 16 bytes; "
+        "bands, lengths, sinks; queries and keys; memory that TMA can address"
+    ),
+    unsupported=_backward_sm90.refusal,
+    config=_backward_sm90.config,
+    steps=_backward_sm90.steps,
+)
+
 # The rows of kernels of a GPU and the tiled path of the CPU stand above this one.
 REFERENCE_BACKWARD = Kernel(
     name="reference",
@@ -298,5 +311,5 @@ REFERENCE_BACKWARD = Kernel(
     run=_run_reference_backward,
 )
 
-KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, REFERENCE_BACKWARD)
+KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, BACKWARD_SM90, REFERENCE_BACKWARD)
 HOST_KERNELS = tuple(dict.fromkeys(kernel.name for kernel in KERNELS if kernel.arch is None))

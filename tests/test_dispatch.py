@@ -101,7 +101,8 @@ def test_every_row_gives_its_reason(changes: dict[str, Any], words: str) -> None
     message = str(caught.value)
     assert message.startswith("no kernel for forward: ")
     for kernel in KERNELS:
-        assert f"{kernel.name} " in message
+        if kernel.op == "forward":
+            assert f"{kernel.name} " in message
     assert "\n" not in message
     with pytest.raises(UnsupportedProblem, match=words):
         select(problem(**changes), SM80)
@@ -300,7 +301,7 @@ def test_explain_without_nvrtc_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 def test_explain_of_no_kernel_has_every_reason() -> None:
     said = cupyflash.explain(len_q=64, head_dim=300, softcap=2.0)
     assert said.kernel is None
-    assert set(said.rejected) == {kernel.name for kernel in KERNELS}
+    assert set(said.rejected) == {kernel.name for kernel in KERNELS if kernel.op == "forward"}
     assert "kernel: none" in str(said)
     assert "with softcap" in str(said)
     assert "head_dim <= 256, got 300" in str(said)

@@ -22,6 +22,10 @@ template <int SLOTS>
 struct Cursor {
   u32 slot = 0, parity = 0;
 
+  Cursor() = default;
+  // After `number` advances.
+  DEVICE explicit Cursor(u32 number) : slot(number % SLOTS), parity(number / SLOTS % 2) {}
+
   DEVICE void advance() {
     if (++slot == SLOTS) slot = 0, parity ^= 1;
   }

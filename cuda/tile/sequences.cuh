@@ -58,6 +58,15 @@ struct Packed {
 
   DEVICE static Span keys(const Params &p, int b, int total_k) { return span(p.cu_k, p.used_k, b, total_k); }
 
+  // The same with the rows before the first sequence and after the last.
+  DEVICE static Span every_keys(const Params &p, int b, int batch, int total_k) {
+    if (b < batch) return keys(p, b, total_k);
+    const i64 first = p.cu_k.clipped(0, 0, total_k);
+    if (b == batch) return {0, 0, static_cast<int>(first)};
+    const i64 end = batch ? p.cu_k.clipped(batch, p.cu_k.clipped(batch - 1, 0, total_k), total_k) : first;
+    return {end, 0, static_cast<int>(total_k - end)};
+  }
+
   DEVICE static Span span(const Integers &cu, const Integers &used, int b, int total) {
     const i64 first = cu.clipped(b, 0, total);
     const int extent = static_cast<int>(cu.clipped(b + 1, first, total) - first);

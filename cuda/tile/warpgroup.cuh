@@ -27,6 +27,11 @@ struct Wgmma<Bfloat16> : Wgmma16 {
   DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
     ptx::wgmma_bf16<1>(d, a, b, keep);
   }
+  // Both in shared memory; K runs down the rows of a tile where its DOWN is 1.
+  template <int A_DOWN, int B_DOWN, int R>
+  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_bf16<A_DOWN, B_DOWN>(d, a, b, keep);
+  }
 };
 
 template <>
@@ -38,6 +43,11 @@ struct Wgmma<Float16> : Wgmma16 {
   template <int R>
   DEVICE static void pv(float (&d)[R], const u32 (&a)[4], u64 b, bool keep) {
     ptx::wgmma_f16<1>(d, a, b, keep);
+  }
+  // Both in shared memory; K runs down the rows of a tile where its DOWN is 1.
+  template <int A_DOWN, int B_DOWN, int R>
+  DEVICE static void multiply(float (&d)[R], u64 a, u64 b, bool keep) {
+    ptx::wgmma_f16<A_DOWN, B_DOWN>(d, a, b, keep);
   }
 };
 
@@ -75,9 +85,11 @@ template <class T, int N>
 struct Weights {
   u32 a[N / 16][4];
 
-  DEVICE void pack(const Accumulator<N> &p) {
+  // The N columns from `first` on.
+  template <int COLUMNS>
+  DEVICE void pack(const Accumulator<COLUMNS> &p, int first = 0) {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) a[i / 4][i % 4] = T::pair(p.x[2 * i], p.x[2 * i + 1]);
+    for (int i = 0; i < N / 4; ++i) a[i / 4][i % 4] = T::pair(p.x[first / 2 + 2 * i], p.x[first / 2 + 2 * i + 1]);
   }
 };
 
@@ -93,13 +105,36 @@ DEVICE void gemm_qk(Accumulator<N> &s, u32 q, u32 k) {
                  descriptor(columns + AlongRows<Keys>::advance(step)), step > 0);
 }
 
-// O += P V, or O = P V.
+// O += P V.
 template <class T, class Values, int N, int DV>
-DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v, bool keep) {
+DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v) {
   using Operand = typename Wgmma<T>::template ValueOperand<Values>;
   const u32 columns = Operand::low(v);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < N / Wgmma<T>::K; ++step)
-    Wgmma<T>::pv(o.x, p.a[step], descriptor(columns + Operand::advance(step), Operand::HIGH), step > 0 || keep);
+    Wgmma<T>::pv(o.x, p.a[step], descriptor(columns + Operand::advance(step)), true);
+}
+
+// D = A B, where the K terms of both run down the rows of tiles: A is 64 columns of one, B is N columns of the other.
+template <class T, class Left, class Right, int K, int N>
+DEVICE void gemm_down(Accumulator<N> &d, u32 left, u32 right) {
+  const u32 a = DownColumns<Left>::low(left), b = DownColumns<Right>::low(right);
+  d.each([](float &value, int, int) { ptx::undefined(value); });
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < K / Wgmma<T>::K; ++step)
+    Wgmma<T>::template multiply<1, 1>(d.x, descriptor(a + DownColumns<Left>::advance(step)),
+                                      descriptor(b + DownColumns<Right>::advance(step)), step > 0);
+}
+
+// D += A B, where K runs along the rows of A, 64 rows of a tile, and down those of B.
+template <class T, class Left, class Right, int K, int N>
+DEVICE void gemm_along_down(Accumulator<N> &d, u32 left, u32 right) {
+  const u32 a = AlongRows<Left>::low(left), b = DownColumns<Right>::low(right);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < K / Wgmma<T>::K; ++step)
+    Wgmma<T>::template multiply<0, 1>(d.x, descriptor(a + AlongRows<Left>::advance(step)),
+                                      descriptor(b + DownColumns<Right>::advance(step)), true);
 }

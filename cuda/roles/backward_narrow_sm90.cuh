@@ -1,0 +1,180 @@
+// A consumer warpgroup of attention_bwd_sm90 for head dims up to 128: dK and dV of 64 keys.
+#pragma once
+#include "roles/backward_consumer_sm90.cuh"
+
+namespace backward {
+
+struct NarrowConsumer : Consumer {
+  Accumulator<64> s[HALVES];
+  Accumulator<BLOCK_Q> dp;
+  Accumulator<HEAD_DIM> dk, dv;
+  Accumulator<64> dq;
+
+  using Consumer::Consumer;
+
+  // Query blocks are issued by the groups in turn, so that one does arithmetic while the other multiplies.
+  DEVICE void await_turn() const { ptx::named_barrier_sync(FIRST_TURN + opaque_group(), 256); }
+  DEVICE void hand_over() const { ptx::named_barrier_arrive(FIRST_TURN + 1 - opaque_group(), 256); }
+
+  // S^T = K Q^T and dP^T = V dO^T, of this group's keys.
+  DEVICE void issue_s(u32 base, u32 slot) {
+    const u32 k = at(base, &shared.k) + group * 64 * 128, q = at(base, &shared.q) + slot * Queries::BYTES;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) gemm_qk<T, Keys, Queries, HEAD_DIM>(s[h], k, q + h * 64 * 128);
+    ptx::wgmma_commit();
+  }
+  DEVICE void issue_dp(u32 base, u32 slot) {
+    const u32 v = at(base, &shared.v) + group * 64 * 128, dout = at(base, &shared.dout) + slot * Queries::BYTES;
+    gemm_qk<T, Keys, Queries, HEAD_DIM>(dp, v, dout);
+    ptx::wgmma_commit();
+  }
+
+  // dV += P^T dO, and dK += dS^T Q.
+  DEVICE void issue_sum(Accumulator<HEAD_DIM> &sum, const Weights<T, 64> (&weights)[HALVES], u32 rows) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) gemm_pv<T, Queries>(sum, weights[h], rows + h * 64 * 128);
+    ptx::wgmma_commit();
+  }
+
+  // This group's part of dQ = dS K: 64 of its columns, or, where there are no more, 64 of its rows.
+  DEVICE void issue_dq(u32 base, u32 slot) {
+    const u32 ds = at(base, &shared.ds) + slot * Scores::BYTES + (HALVES > 1 ? group * Scores::PANEL : 0);
+    const u32 k = at(base, &shared.k) + (HALVES > 1 ? 0 : group * Keys::PANEL);
+    gemm_down<T, Scores, Keys, BLOCK_K>(dq, ds, k);
+    ptx::wgmma_commit();
+  }
+
+  // dS = P (dP - delta), and both as operands.
+  DEVICE void differentiate(Weights<T, 64> (&weights)[HALVES], Weights<T, 64> (&slopes)[HALVES], u32 slot) {
+    const u32 lane = ptx::lane();
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      weights[h].pack(s[h]);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int column = h * 64 + Accumulator<64>::column(8 * n, lane);
+        const Pair delta = *reinterpret_cast<const Pair *>(&shared.delta[slot][column]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float &slope = dp.x[32 * h + 4 * n + i];
+          slope = s[h].x[4 * n + i] * (slope - (i % 2 ? delta.odd : delta.even));
+        }
+      }
+      slopes[h].pack(dp, 64 * h);
+    }
+  }
+
+  // Adds this group's part of dQ to global memory: most of it by a warp of the producer, the rest from here.
+  DEVICE void drain(u32 number) {
+    auto &ring = shared.passed.dq_ring[group];
+    const u32 thread = ptx::opaque(threadIdx.x) % 128;
+    const Cursor<1> dq_slot(number);
+    dq_slot.wait_empty(ring);
+#pragma unroll
+    for (int chunk = DQ_CHUNKS - DQ_STAGED; chunk < DQ_CHUNKS; ++chunk)
+      *reinterpret_cast<Four *>(shared.passed.dq[group][chunk - (DQ_CHUNKS - DQ_STAGED)][thread]) = four(dq, chunk);
+    ptx::fence_proxy_async();
+    ptx::warp_barrier();
+    arrive(dq_slot.full(ring));
+    float *target = dq_of(number) + thread * 4;
+#pragma unroll
+    for (int chunk = 0; chunk < DQ_CHUNKS - DQ_STAGED; ++chunk)
+      ptx::reduce_add(target + chunk * 512, four(dq, chunk).x);
+  }
+  // One query block, whose P and dP are in registers; its dQ is computed in the next step. Meanwhile the scores of the
+  // next one are begun.
+  template <bool FIRST, bool LAST>
+  DEVICE void step() {
+    const u32 base = ptx::opaque(ptx::smem_address(&shared));
+    const Cursor<STAGES> here(number), next(number + 1);
+    const Cursor<2> ds(number), ds_before(number - 1);
+    Weights<T, 64> weights[HALVES], slopes[HALVES];
+    differentiate(weights, slopes, here.slot);
+    await_turn();
+    issue_sum(dv, weights, at(base, &shared.dout) + here.slot * Queries::BYTES);
+    share(base, slopes);
+    issue_sum(dk, slopes, at(base, &shared.q) + here.slot * Queries::BYTES);
+    ptx::wgmma_wait<1>();
+    arrive(here.empty(shared.dout_ring));
+    if constexpr (!FIRST) {
+      ds_before.wait_full(shared.ds_ring);
+      issue_dq(base, ds_before.slot);
+    }
+    if constexpr (!LAST) {
+      next.wait_full(shared.q_ring);
+      issue_s(base, next.slot);
+      ptx::wgmma_wait<1>();
+    } else {
+      ptx::wgmma_wait<0>();
+    }
+    hand_over();
+    arrive(here.empty(shared.q_ring));
+    if constexpr (!FIRST) {
+      arrive(ds_before.empty(shared.ds_ring));
+      drain(number - 1);
+    }
+    if constexpr (!LAST) {
+      next.wait_full(shared.dout_ring);
+      issue_dp(base, next.slot);
+      ptx::wgmma_wait<1>();
+      weigh(s, number + 1, next.slot);
+      ptx::wgmma_wait<0>();
+    } else {
+      ds.wait_full(shared.ds_ring);
+      issue_dq(base, ds.slot);
+      ptx::wgmma_wait<0>();
+      drain(number);
+    }
+  }
+
+  // Writes dK and dV, through the rows of K and V that they belong to.
+  DEVICE void finish() {
+    const u32 lane = ptx::lane(), rows = group * 64 * 128;
+    const u32 v = ptx::smem_address(shared.v.data) + rows, k = ptx::smem_address(shared.k.data) + rows;
+    const int key = shared.place.key + group * 64;
+    dk.each([&](float &value, int, int) { value *= p.scale; });
+    if (!has_box(key)) {
+      store(dv, p.dv_rows, p.dv_batch, p.dv_row, p.dv_head, key, 0, p.head_dim_v);
+      store(dk, p.dk_rows, p.dk_batch, p.dk_row, p.dk_head, key, 0, p.head_dim);
+      ptx::named_barrier_arrive(BOTH, 256);  // this group's products with K have ended
+      return;
+    }
+    stage<T, Keys>(dv, v, warp, lane);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(BOTH, 256);  // every product with K has ended
+    store(p.dv, v, key, 0, Keys::COUNT);
+    stage<T, Keys>(dk, k, warp, lane);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
+    store(p.dk, k, key, 0, Keys::COUNT);
+    ptx::bulk_wait<0>();
+  }
+
+  DEVICE void run() {
+    await_keys();
+    dk.zero(), dv.zero();
+    if (shared.blocks) {
+      if (group == 1) hand_over();  // the first turn
+      const u32 base = ptx::smem_address(&shared);
+      const Cursor<STAGES> first;
+      first.wait_full(shared.q_ring);
+      issue_s(base, first.slot);
+      first.wait_full(shared.dout_ring);
+      issue_dp(base, first.slot);
+      ptx::wgmma_wait<1>();
+      weigh(s, 0, first.slot);
+      ptx::wgmma_wait<0>();
+      if (last()) {
+        step<true, true>();
+      } else {
+        step<true, false>();
+        for (++number; !last(); ++number) step<false, false>();
+        step<false, true>();
+      }
+      if (group == 0) await_turn();
+    }
+    finish();
+  }
+};
+
+}  // namespace backward

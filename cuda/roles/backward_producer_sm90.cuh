@@ -1,0 +1,113 @@
+// The producer warpgroup of attention_bwd_sm90: one warp copies Q, dO and what belongs to their rows into rings, two
+// warps add what the consumers leave of dQ to global memory.
+#pragma once
+#include "ptx/bulk.cuh"
+#include "ptx/group.cuh"
+#include "roles/backward_sm90.cuh"
+
+namespace backward {
+
+// One thread, which copies K and V once, then each query block of the walk.
+template <class S>
+struct Loader {
+  const Params &p;
+  S &shared;
+  const Place &place;
+  Cursor<1> tail;
+
+  DEVICE Loader(const Params &p, S &shared, const Place &place) : p(p), shared(shared), place(place) {}
+
+  // Starts the copies of a tile of Q or dO, and of the numbers of its rows, to a slot of a ring.
+  DEVICE void load(Ring<STAGES> &ring, const Cursor<STAGES> &at, Queries *tiles, const ptx::TensorMap &map,
+                   float (*numbers)[BLOCK_Q], const float *from, const Block &block) {
+    at.wait_empty(ring);
+    const u32 full = full_of(tiles[at.slot], at.full(ring), place.q.length - block.q);
+    ptx::mbarrier_arrive_expect_tx(full, Queries::BYTES + BLOCK_Q * sizeof(float));
+    Queries::load(ptx::smem_address(tiles[at.slot].data), map, full, row_of(place.q, block.q), block.head,
+                  batch_of(place));
+    ptx::bulk_load(ptx::smem_address(numbers[at.slot]), from + stat_of(p, place, block), BLOCK_Q * sizeof(float), full);
+  }
+
+  // K or V of the block.
+  DEVICE void load(const Ring<1> &ring, Keys &tile, const ptx::TensorMap &map) {
+    const u32 full = full_of(tile, Cursor<1>().full(ring), place.k.length - place.key);
+    ptx::mbarrier_arrive_expect_tx(full, Keys::BYTES);
+    Keys::load(ptx::smem_address(tile.data), map, full, row_of(place.k, place.key), place.head_k, batch_of(place));
+  }
+
+  // The barrier that a tile's bytes count towards: that of the warp that clears it, where rows are not the sequence's.
+  template <class Tile>
+  DEVICE u32 full_of(Tile &tile, u32 full, int rows) {
+    if constexpr (VARIES) {
+      if (rows < Tile::ROWS) return announce(tile.data, Tile::COUNT, rows > 0 ? rows : 0, Tile::ROWS, full);
+    }
+    return full;
+  }
+  DEVICE u32 announce(unsigned char *data, int panels, int rows, int end, u32 full) {
+    auto &next = shared.tail;
+    tail.wait_empty(next.ring);
+    next.data = data, next.panels = panels, next.rows = rows, next.end = end, next.full = full;
+    const u32 barrier = tail.full(next.ring);
+    tail.advance();
+    return barrier;
+  }
+
+  DEVICE void run() {
+    load(shared.k_ring, shared.k, p.k);
+    load(shared.v_ring, shared.v, p.v);
+    Cursor<STAGES> at;
+    int number = 0;
+    for (Walk walk(p, place); !walk.done(); walk.advance()) {
+      at.wait_empty(shared.q_ring);
+      shared.block[number++ % BLOCKS] = walk.block;
+      load(shared.q_ring, at, shared.q, p.q, shared.lse_log2, p.lse_log2, walk.block);
+      load(shared.dout_ring, at, shared.dout, p.dout, shared.delta, p.delta, walk.block);
+      at.advance();
+    }
+    if constexpr (VARIES) ptx::mbarrier_arrive(announce(nullptr, 0, 0, 0, 0));  // there are no more
+  }
+};
+
+// A warp that clears the rows of tiles beyond their sequence: 0 x NaN would reach gradients.
+template <class S>
+DEVICE void clear_tails(S &shared) {
+  if constexpr (VARIES) {
+    const auto &next = shared.tail;
+    for (Cursor<1> tail;; tail.advance()) {
+      tail.wait_full(next.ring);
+      if (!next.data) return;
+      for (int panel = 0; panel < next.panels; ++panel) {
+        auto *words = reinterpret_cast<u64 *>(next.data + panel * next.end * 128);
+        for (int i = next.rows * 16 + static_cast<int>(ptx::lane()); i < next.end * 16; i += 32) words[i] = 0;
+      }
+      ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy
+      ptx::warp_barrier();
+      if (ptx::lane() == 0) {
+        ptx::mbarrier_arrive(next.full);
+        ptx::mbarrier_arrive(tail.empty(next.ring));
+      }
+    }
+  }
+}
+
+// One thread: adds a consumer's part of dQ, block after block.
+template <class S>
+DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
+  if constexpr (!WIDE) {
+    constexpr int FIRST = (DQ_CHUNKS - DQ_STAGED) * 512;
+    auto &ring = shared.passed.dq_ring[group];
+    Cursor<1> at;
+    for (Walk walk(p, place); !walk.done(); walk.advance()) {
+      at.wait_full(ring);
+      ptx::bulk_reduce_add_f32(p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART + FIRST,
+                               ptx::smem_address(shared.passed.dq[group]), DQ_STAGED * 2048);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      ptx::mbarrier_arrive(at.empty(ring));
+      at.advance();
+    }
+    ptx::bulk_wait<0>();
+  }
+}
+
+}  // namespace backward

@@ -1,0 +1,189 @@
+// What the roles of attention_bwd_sm90 share: its configuration, parameters, shared memory, and the walk of a block.
+#pragma once
+#include "masks/mask.cuh"
+#include "ptx/tma.cuh"
+#include "scores/score.cuh"
+#include "tile/dropout.cuh"
+#include "tile/ring.cuh"
+#include "tile/sink.cuh"
+#include "tile/stat_rows.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace backward {
+
+using T = Config::T;
+using Mask = Config::Mask;
+using Score = Config::Score;
+using Dropout = Config::Dropout;
+using Sink = Config::Sink;
+using Sequences = Config::Sequences;
+using Element = T::Storage;
+constexpr int HEAD_DIM = Config::HEAD_DIM, BLOCK_Q = Config::BLOCK_Q;
+// Consumers share the keys of a block, or, where dK and dV of 64 keys are more than the registers of one, their
+// columns.
+constexpr bool WIDE = HEAD_DIM > 128;
+constexpr int CONSUMERS = 2, BLOCK_K = WIDE ? 64 : 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
+constexpr int HALVES = BLOCK_Q / 64;  // of a query block: products are 64 queries wide
+constexpr int STAGES = 2;             // query blocks in shared memory at a time
+constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
+constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;  // numbers of dQ of a query block that one accumulates
+static_assert(WIDE ? BLOCK_Q == 64 : PART == 4096, "products are 64 queries and 64 columns of dQ wide");
+
+// Packed arrays are those of one batch entry, len_q and len_k are their rows, and batch is the number of sequences.
+struct Params {
+  ptx::TensorMap q, dout;         // (columns, rows, heads, batch); boxes of 128 bytes and BLOCK_Q rows
+  ptx::TensorMap k, v;            // boxes of BLOCK_K rows
+  ptx::TensorMap dk, dv;          // boxes of 64 rows
+  Element *dk_rows, *dv_rows;     // the same arrays
+  const float *lse_log2, *delta;  // [heads, stat_rows]: see attention_bwd_delta
+  float *dq;                      // [heads, stat_rows, HEAD_DIM], in the order of fragments
+  i64 dk_batch, dk_row, dk_head;  // strides in elements; the last dimension's is 1
+  i64 dv_batch, dv_row, dv_head;
+  int batch, len_q, len_k, heads_q, heads_k;
+  int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM
+  int stat_rows;             // see tile/stat_rows.cuh
+  float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
+  alignas(8) Mask::Params mask;
+  Score::Params score;
+  Dropout::Params dropout;
+  Sink::Params sink;
+  Sequences::Params sequences;
+};
+
+using Queries = Panels<Element, BLOCK_Q, HEAD_DIM>;  // and those of dO
+using Keys = Panels<Element, BLOCK_K, HEAD_DIM>;     // and those of V
+using Scores = Panels<Element, BLOCK_K, BLOCK_Q>;    // dS, a row for each key
+constexpr int DQ_CHUNKS = 8, DQ_STAGED = 6;          // of 8 columns; those that leave through shared memory
+
+// The keys of this block.
+struct Place {
+  int batch, head_k;  // the batch entry, or the sequence
+  int key;            // the first, in the sequence
+  Span q, k;          // of the sequence
+};
+
+// A query block of one head.
+struct Block {
+  int head, q;  // the first query
+};
+constexpr int BLOCKS = 4;  // those under way: of the dQ that leaves, of P, of the scores, and the next
+
+// What one consumer tells the other, and what it leaves for the producer: numbers in the order of fragments.
+template <bool WIDE>
+struct Passed {
+  alignas(128) float dq[CONSUMERS][DQ_STAGED][128][4];
+  Ring<1> dq_ring[CONSUMERS];
+
+  DEVICE void init() {
+    for (auto &ring : dq_ring) ring.init(1, 4);
+  }
+};
+template <>
+struct Passed<true> {
+  alignas(128) float p[8][128][4];
+  Ring<1> p_ring;
+
+  DEVICE void init() { p_ring.init(4, 4); }
+};
+
+// A tile with rows beyond its sequence, on its way to the warp that makes them zeros.
+template <bool EXISTS>
+struct Tail {
+  DEVICE void init() {}
+};
+template <>
+struct Tail<true> {
+  Ring<1> ring;
+  unsigned char *data;    // of the tile; null after the last
+  int panels, rows, end;  // rows from `rows` on are not the sequence's, the tile has `end`
+  u32 full;               // the barrier of those who wait for the tile
+
+  DEVICE void init() { ring.init(1); }
+};
+
+struct Shared {
+  Keys k, v;
+  Queries q[STAGES], dout[STAGES];
+  Scores ds[2];
+  Passed<WIDE> passed;
+  alignas(16) float lse_log2[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  Ring<STAGES> q_ring, dout_ring;
+  Ring<2> ds_ring;
+  Ring<1> k_ring, v_ring;
+  Tail<VARIES> tail;
+  Block block[BLOCKS];  // the i-th query block of the walk is at i % BLOCKS
+  Place place;
+  u32 blocks;  // of the walk
+};
+
+static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
+static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
+static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
+static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
+
+// Blocks of one head follow each other, its first keys first: under a causal mask those have most queries. Packed
+// sequences have as many slots for blocks as their rows may need wherever they begin, see tile/place.cuh. By a full
+// warp.
+template <class Sequences>
+DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences) {
+  Place place;
+  if constexpr (Sequences::PACKED) {
+    const int slots = p.len_k / BLOCK_K + p.batch + 2, at = static_cast<int>(blockIdx.x % slots);
+    const auto slot = [&](int i) {
+      return static_cast<int>(i == 0 ? 0 : sequences.cu_k.clipped(i - 1, 0, p.len_k) / BLOCK_K) + i;
+    };
+    const int i = last_at_most(at, p.batch + 2, slot, ptx::lane());
+    const int b = i == 0 ? p.batch : i <= p.batch ? i - 1 : i;  // before the first, a sequence, or after the last
+    place.batch = b, place.head_k = static_cast<int>(blockIdx.x / slots);
+    place.key = (at - slot(i)) * BLOCK_K;
+    place.q = b < p.batch ? Sequences::queries(sequences, b, p.batch, p.len_q) : Span{0, 0, 0};
+    place.k = Sequences::every_keys(sequences, b, p.batch, p.len_k);
+  } else {
+    const int blocks = (p.len_k + BLOCK_K - 1) / BLOCK_K, head = static_cast<int>(blockIdx.x / blocks);
+    place.batch = head / p.heads_k, place.head_k = head % p.heads_k;
+    place.key = static_cast<int>(blockIdx.x % blocks) * BLOCK_K;
+    place.q = Sequences::queries(sequences, place.batch, p.batch, p.len_q);
+    place.k = Sequences::keys(sequences, place.batch, p.len_k);
+  }
+  return place;
+}
+DEVICE int batch_of(const Place &place) { return PACKED ? 0 : place.batch; }
+// Where a row of the sequence is in the arrays.
+DEVICE int row_of(const Span &span, int row) { return static_cast<int>(span.first) + row; }
+
+// The query blocks that see a key of the block, head after head of its group.
+struct Walk {
+  const Params &p;
+  const Place &place;
+  Block block;
+  int end;  // of the head's queries
+
+  DEVICE Walk(const Params &p, const Place &place) : p(p), place(place) {
+    block.head = place.head_k * (p.heads_q / p.heads_k);
+    enter();
+  }
+
+  DEVICE bool done() const { return block.head == (place.head_k + 1) * (p.heads_q / p.heads_k); }
+  DEVICE void advance() {
+    block.q += BLOCK_Q;
+    if (block.q >= end) ++block.head, enter();
+  }
+
+ private:
+  DEVICE void enter() {
+    for (; !done(); ++block.head) {
+      if (place.key >= place.k.length) continue;
+      const Mask mask(p.mask, place.batch, block.head, place.q.length, place.k.length);
+      const Range seen = mask.queries(place.key, min(place.key + BLOCK_K, place.k.length));
+      block.q = seen.begin / BLOCK_Q * BLOCK_Q, end = min(seen.end, place.q.length);
+      if (block.q < end) return;
+    }
+  }
+};
+
+// Where a block's numbers are in lse, delta and, times HEAD_DIM, in dq.
+DEVICE i64 stat_of(const Params &p, const Place &place, const Block &block) {
+  return stat_row<Sequences>(place.q, place.batch, block.head, p.heads_q, p.stat_rows) + block.q;
+}
+
+}  // namespace backward

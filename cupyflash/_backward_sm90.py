@@ -1,0 +1,291 @@
+"""The host's side of cuda/kernels/attention_bwd_sm90.cu and its wide form: what they take, steps.
+
+A block of keys sums what it adds to dQ into an accumulator in fp32, whose blocks of queries lie in
+the order of the fragments of the tensor cores; attention_bwd_dq_sm90 brings them into rows.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from . import _backward_delta, _unit
+from ._array import ITEMSIZES
+from ._backward_delta import STAT_ROWS, stat_heads, stat_rows
+from ._forward import MAX_HEAD_DIM, refuse_dtype, refuse_lengths
+from ._launch import LOG2_E, Launch, Steps
+from ._modifiers import SIZES, Policies, pack, pack_sequences, places, policies
+from ._problem import Operands, Problem
+from ._problem_backward import Backward
+from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
+
+__all__ = ["DTYPES", "NAME", "config", "refusal", "steps"]
+
+NAME = "attention_bwd_sm90"
+WIDE = "attention_bwd_wide_sm90"  # its form for the widest head dims
+CONVERT = "attention_bwd_dq_sm90"
+TYPES = {"float16": "Float16", "bfloat16": "Bfloat16"}
+DTYPES: tuple[str, ...] = tuple(TYPES)
+UNIT = 16  # bytes: of addresses, strides and rows
+CLASSES = (64, 128, 256)  # of head dims; what is less is zeros that TMA reads outside the arrays
+MODIFIERS = ("softcap", "alibi_slopes", "attn_bias", "dropout_p")  # that act on scores by pairs
+SMALL_MASK = 16  # bytes of a mask that registers hold
+MAX_BLOCKS = 2**31 - 1
+
+# After the six maps: 2 + 3 pointers, strides of dk and dv, 8 integers, the scales.
+PARAMS = struct.Struct("<5Q6q8i2f")
+MAPS = ("q", "dout", "k", "v", "dk", "dv")
+OFFSET = len(MAPS) * BYTES
+POLICIES_OFFSET = OFFSET + PARAMS.size
+POINTERS = ("dk", "dv", "lse_log2", "delta", "dq")  # the last three are in the scratch
+ALIGNMENT = 64  # bytes, of a tensor map
+ROWS_STORED = 64  # of a copy of dk and dv
+SWIZZLE = 128  # bytes: the span, and a row of a box
+CONVERT_PARAMS = struct.Struct("<2Q3q5if")
+
+
+@dataclass(frozen=True)
+class BackwardSm90:
+    """``struct Config`` of attention_bwd_sm90, and what follows from it."""
+
+    t: str
+    mask: str
+    score: str
+    dropout: str
+    sink: str
+    sequences: str
+    head_dim: int
+    block_q: int
+    params_bytes: int
+    smem_bytes: int
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return 64 if self.head_dim > 128 else 128
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warpgroup that loads, and two that compute."""
+        return 384
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks that registers must leave room for."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Convert:
+    """``struct Config`` of attention_bwd_dq_sm90."""
+
+    t: str
+    sequences: str
+    head_dim: int
+    params_bytes: int
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why the kernel does not take a problem, as the rest of a sentence, or None."""
+    return (
+        refuse_dtype(problem, DTYPES)
+        or _refuse_dims(problem)
+        or _refuse_modifiers(problem)
+        or _refuse_memory(problem)
+        or refuse_lengths(problem)
+        or _refuse_blocks(problem)
+    )
+
+
+def _refuse_dims(problem: Problem) -> str | None:
+    step = UNIT // ITEMSIZES[problem.dtype]
+    for name in ("head_dim", "head_dim_v"):
+        dim = getattr(problem, name)
+        if not 1 <= dim <= MAX_HEAD_DIM or dim % step:
+            return f"needs {name} from {step} to {MAX_HEAD_DIM} in steps of {step}, got {dim}"
+    return None
+
+
+def _refuse_modifiers(problem: Problem) -> str | None:
+    for name in MODIFIERS:
+        if name in problem.modifiers:
+            return f"takes no {', '.join(MODIFIERS)}, got {name}"
+    if policies(problem).mask_bytes > SMALL_MASK:
+        return "takes masks of a band alone, got one that reads arrays"
+    if problem.wanted:
+        return f"computes dq, dk and dv alone, not {', '.join(problem.wanted)}"
+    if problem.deterministic:
+        return "sums dq in any order, got deterministic=True"
+    if problem.packed and problem.batch == 0 and not problem.empty:
+        return "needs a sequence, got none"
+    return None
+
+
+def _refuse_memory(problem: Problem) -> str | None:
+    """Return why no tensor maps describe the arrays, or None."""
+    if problem.empty:
+        return "needs queries, got none"
+    if problem.len_k == 0:
+        return "needs keys, got len_k 0"
+    if problem.width < UNIT:
+        return (
+            f"needs addresses and strides that are multiples of {UNIT} bytes, "
+            f"q, k, v, out and dout have multiples of {problem.width}"
+        )
+    if problem.odd_stride is not None:
+        return f"needs strides from {UNIT} to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
+    return None
+
+
+def _refuse_blocks(problem: Problem) -> str | None:
+    if (count := _blocks(problem, config(problem))) > MAX_BLOCKS:
+        return f"launches at most {MAX_BLOCKS} blocks, this needs {count}"
+    return None
+
+
+def _blocks(problem: Problem, chosen: BackwardSm90) -> int:
+    """Return how many blocks of keys there are, at most where sequences are packed."""
+    if problem.packed:  # each sequence may begin a block, so may the rows before and after them
+        return (problem.len_k // chosen.block_k + problem.batch + 2) * problem.heads_k
+    return -(-problem.len_k // chosen.block_k) * problem.batch * problem.heads_k
+
+
+def config(problem: Problem) -> BackwardSm90:
+    """Return the configuration that the unit of a problem is rendered from."""
+    chosen = policies(problem)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim = next(size for size in CLASSES if size >= widest)
+    return BackwardSm90(
+        t=TYPES[problem.dtype],
+        mask=chosen.mask,
+        score=chosen.score,
+        dropout=chosen.dropout,
+        sink=chosen.sink,
+        sequences=chosen.sequences,
+        head_dim=head_dim,
+        block_q=128 if head_dim == 64 else 64,
+        params_bytes=_params_bytes(chosen),
+        smem_bytes=_shared_bytes(head_dim),
+    )
+
+
+def _params_bytes(chosen: Policies) -> int:
+    return -(-(POLICIES_OFFSET + chosen.params_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def _shared_bytes(head_dim: int) -> int:
+    """Return ``sizeof(Shared)`` of either kernel."""
+    block_q, block_k = 128 if head_dim == 64 else 64, 64 if head_dim > 128 else 128
+    tiles = 2 * (2 * block_k + 4 * block_q) * head_dim + 2 * 2 * block_k * block_q
+    passed = 64 * 64 * 4 if head_dim > 128 else 2 * 6 * 128 * 16
+    return tiles + passed + 4 * 4 * block_q + 1024  # the barriers, padded to a panel's alignment
+
+
+def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
+    """Return the steps of a problem."""
+    chosen = config(problem)
+    heads, rows = stat_heads(problem), stat_rows(problem)
+    numbers = 4 * heads * rows  # bytes of one number of each row, whole 512
+    lse_log2, delta, dq = 0, numbers, 2 * numbers
+    first = _backward_delta.launch(
+        problem,
+        operands,
+        backward,
+        lse_log2=lse_log2,
+        delta=delta,
+        dq=dq,
+        dq_columns=chosen.head_dim,
+    )
+    main = _main(problem, operands, backward, chosen, (lse_log2, delta, dq))
+    last = _convert(problem, operands, backward, chosen, dq)
+    return Steps((2 + chosen.head_dim) * numbers, (first, main, last))
+
+
+def _main(
+    problem: Problem,
+    operands: Operands,
+    backward: Backward,
+    chosen: BackwardSm90,
+    scratch: tuple[int, int, int],
+) -> Launch:
+    symbol = WIDE if chosen.head_dim > 128 else NAME
+    params = (
+        bytes(OFFSET)
+        + PARAMS.pack(
+            backward.dk.pointer,
+            backward.dv.pointer,
+            *[0] * len(scratch),
+            *backward.dk.strides[:3],
+            *backward.dv.strides[:3],
+            problem.batch,
+            problem.len_q,
+            problem.len_k,
+            problem.heads_q,
+            problem.heads_k,
+            problem.head_dim,
+            problem.head_dim_v,
+            stat_rows(problem),
+            problem.scale * LOG2_E,
+            problem.scale,
+        )
+        + pack(problem, operands)
+    )
+    maps = _maps(operands, backward, chosen)
+    named = [(name, BYTES * n) for n, name in enumerate(MAPS)]
+    named += [(name, OFFSET + 8 * n) for n, name in enumerate(POINTERS[:2])]
+    return Launch(
+        unit=_unit.render(symbol, chosen),
+        symbol=symbol,
+        arch=f"sm_{problem.arch}a",  # "a": with the instructions that no other architecture has
+        grid=(_blocks(problem, chosen), 1, 1),
+        block=(chosen.threads, 1, 1),
+        shared_bytes=chosen.smem_bytes,
+        params=params.ljust(chosen.params_bytes, b"\0"),
+        maps=maps,
+        places=(*named, *places(problem, operands, POLICIES_OFFSET)),
+        scratch=tuple((OFFSET + 8 * (2 + n), at) for n, at in enumerate(scratch)),
+    )
+
+
+def _maps(
+    operands: Operands, backward: Backward, chosen: BackwardSm90
+) -> tuple[tuple[int, TensorMap], ...]:
+    """Return the tensor maps in the order of `MAPS`: columns, rows, heads, batch."""
+    arrays = (operands.q, backward.dout, operands.k, operands.v, backward.dk, backward.dv)
+    rows = (*[chosen.block_q] * 2, *[chosen.block_k] * 2, *[ROWS_STORED] * 2)
+    return tuple(
+        (n * BYTES, of(x, (3, 1, 2, 0), (SWIZZLE // ITEMSIZES[x.dtype], rows[n], 1, 1), SWIZZLE))
+        for n, x in enumerate(arrays)
+    )
+
+
+def _convert(
+    problem: Problem, operands: Operands, backward: Backward, chosen: BackwardSm90, dq: int
+) -> Launch:
+    sequences, where = pack_sequences(problem, operands, CONVERT_PARAMS.size)
+    params = CONVERT_PARAMS.pack(
+        0,
+        backward.dq.pointer,
+        *backward.dq.strides[:3],
+        problem.batch,
+        problem.len_q,
+        problem.heads_q,
+        problem.head_dim,
+        stat_rows(problem),
+        problem.scale,
+    )
+    unit = Convert(
+        t=chosen.t,
+        sequences=chosen.sequences,
+        head_dim=chosen.head_dim,
+        params_bytes=CONVERT_PARAMS.size + SIZES[chosen.sequences],
+    )
+    return Launch(
+        unit=_unit.render(CONVERT, unit),
+        symbol=CONVERT,
+        arch=f"sm_{problem.arch}",
+        grid=(stat_heads(problem) * stat_rows(problem) // STAT_ROWS, 1, 1),
+        block=(256, 1, 1),
+        shared_bytes=0,
+        params=params + sequences,
+        places=(("dq", 8), *where),
+        scratch=((0, dq),),
+    )
