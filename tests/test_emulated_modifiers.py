@@ -115,6 +115,10 @@ def test_a_sink_of_any_size() -> None:
     q, k, v = inputs(1, 40, 7, 16)
     sink = np.array([3e38, -3e38, 0, np.nan, -0.0, np.inf, 88.5], np.float32)
     check(q, k, v, learnable_sink=sink, causal=True, arch=ARCH, seeds=(0,))
+    few = inputs(1, 70, 7, 16, len_k=40)  # 30 rows see none of them
+    out, lse = check(*few, learnable_sink=sink, causal=True, arch=ARCH, seeds=(0,))
+    assert not out[0, :30].any()
+    np.testing.assert_array_equal(lse[0, :, :30], np.broadcast_to(sink[:, None], (7, 30)))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

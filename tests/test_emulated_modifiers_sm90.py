@@ -154,6 +154,15 @@ def test_rows_that_a_bias_or_a_mask_empties() -> None:
     assert same_bits(out[0, 7, 0], even[0, 0, 0])
 
 
+def test_a_sink_of_any_size() -> None:
+    """In rows that see keys, in those of a tile that see none, and in a tile of such rows."""
+    q, k, v = inputs(1, 300, 7, 64, len_k=130)
+    sink = np.array([3e38, -3e38, 0, np.nan, -np.inf, np.inf, 88.5], np.float32)
+    out, lse = check(q, k, v, learnable_sink=sink, causal=True, kernel=HOPPER, seeds=(0,))
+    assert not out[0, :170].any()
+    np.testing.assert_array_equal(lse[0, :, :170], np.broadcast_to(sink[:, None], (7, 170)))
+
+
 # Rows that are no sequence's. Keys and values never matter; a warp chooses between two sums for its
 # 16 rows of Q at once, so that those beyond a sequence may decide on the last bits of its end.
 

@@ -202,7 +202,8 @@ def test_a_sink_that_is_none_or_all(library: Policies) -> None:
         (-inf, [0.5, 0.0], [3.0, -inf], ([0.5, 0.0], [3.0, -inf])),
         (2.5, [0.0, 0.25], [-inf, 90.0], ([0.0, 0.25], [2.5, 90.0])),
         (90.0, [0.25, 0.5], [-100.0, nan], ([0.0, nan], [90.0, nan])),
-        (nan, [0.5], [3.0], ([nan], [nan])),
+        (nan, [0.5, 0.0], [3.0, -inf], ([nan, 0.0], [nan, nan])),
+        (inf, [0.5, 0.0, nan], [3.0, -inf, nan], ([nan, 0.0, nan], [nan, inf, nan])),
         (3e38, [0.5, 0.5], [3.0, -3e38], ([0.0, 0.0], [3e38, 3e38])),
     ):
         x = np.array([logit], np.float32)

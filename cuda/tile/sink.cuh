@@ -26,13 +26,18 @@ struct Sink {
 
   DEVICE Sink(const Params &p, int head) : logit(T::single(p.x[head * p.head])) {}
 
-  // Takes a row's 1 / l and LSE from the sum of its weights to that sum and the sink; those of a row without keys are 0
-  // and -inf.
+  // Takes a row's 1 / l and LSE from the sum of its weights to that sum and the sink. Those of a row that sees no key
+  // are 0 and -inf, and whatever the sink is, it is all of that row's sum. Else a sink of NaN or +inf gives NaN.
   DEVICE void join(float &inverse, float &lse) const {
+    if (inverse == 0.0f) {
+      lse = logit;
+      return;
+    }
     const float greater = ptx::max_nan(lse, logit);
     if (greater == -INFINITE) return;
-    const float lesser = ptx::ex2((ptx::min_nan(lse, logit) - greater) * LOG2_E), sum = 1.0f + lesser;
-    inverse *= (lse < logit ? lesser : 1.0f) / sum;
+    const float own = lse < logit ? ptx::ex2((lse - logit) * LOG2_E) : 1.0f;
+    const float sum = own + ptx::ex2((logit - greater) * LOG2_E);
+    inverse *= own / sum;
     lse = greater + ptx::lg2(sum) * LN_2;
   }
 };
