@@ -8,7 +8,7 @@ to the output dtype, has them, and
 where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype,
 rms = sqrt(sum_j P_ij^2 V_j^2) and e(b,h) the largest error of plain, over the (b, h) of the call,
 in units of the size max(|ref| + rms) of each; a sum of nothing or of zeros is exactly 0. Gradients
-likewise, without that. docs/decisions/0004 says why the maximum is not of one head. For the LSE
+likewise, without that; the (b, h) of dbias are those of its own shape. docs/decisions/0004 says why the maximum is not of one head. For the LSE
 
     |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
 
@@ -129,8 +129,11 @@ def gradients_verdict(
             spans = packed.spans_q if name == "dq" else packed.spans_k
             terms = packed.pack(np.abs(ref) + rms)
             distance = packed.unpack(_worst(packed.pack(distance), terms, spans), shape)
-        elif name == "dbias" and distance.size:
-            distance = distance.max(axis=tuple(range(distance.ndim))[-2:], keepdims=True)
+        elif distance.size:  # all positions of a head are its elements
+            heads = distance.shape[:-2] if name == "dbias" else distance.shape
+            parts = (x.reshape(1, math.prod(heads), -1) for x in (distance, np.abs(ref) + rms))
+            ones = (1,) * (distance.ndim - len(heads))
+            distance = _worst(*parts, [Span(0, 1)]).reshape((*heads, *ones))
         bound = 2 * distance + _roundoff(plain.dtype) * (np.abs(ref) + rms)
         comparisons.append(_compare(name, got, ref, plain.dtype, bound))
     return _conclude(*comparisons)

@@ -118,7 +118,11 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarra
 def plain_backward(
     dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
 ) -> Gradients:
-    """Return the same-dtype gradients: P and dt rounded as P in `plain`, D from the rounded out."""
+    """Return the same-dtype gradients, from out and lse as the forward pass rounds them.
+
+    P is exp(s - lse) with the lse in X, and D is of the rounded out; P and dt are rounded as P in
+    `plain`.
+    """
     packed = Packed(q, k, v, options)
     dq, dk, dv, dbias, dsink = _backward(packed, dout, dlse, _same_dtype(packed.dtype))
     if dbias is not None:
@@ -224,7 +228,9 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         q, k, v = packed.load(at, a.compute)
         do, dl = (x.astype(a.compute) for x in (dout[at.rows, at.h], dlse[at.h, at.rows]))
         s, dcap = _scores(packed, at, q, k, a)
-        visible, p, _, sink = _softmax(s, packed.sink[at.h])
+        visible, p, lse, sink = _softmax(s, packed.sink[at.h])
+        if a.store is not None:  # rounded to X as an array of it is
+            p = np.where(visible, np.exp(s - lse[:, None]), 0)
         keep = packed.keep(at)
         pz = a.round(p) * keep
         dp = np.where(visible, keep * (do @ v.T) * packed.rescale, 0)

@@ -316,6 +316,47 @@ def test_plain_gradients_are_accepted(dtype: Any) -> None:
     assert gradients_verdict(only_bias, dout, *arrays, dlse=dlse, **GRADIENT_OPTIONS).ok
 
 
+def from_results(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse: Any, bias: Any
+) -> np.ndarray:
+    """Return dS in fp32 from what a forward pass gives; unlike `plain`, all sums at once."""
+    out, lse = reference.attention(q, k, v, attn_bias=bias)
+    lse = lse.astype(np.float32)
+    q, k, v, dout, out = (
+        x.astype(v.dtype).astype(np.float32).swapaxes(1, 2) for x in (q, k, v, dout, out)
+    )
+    k, v = (x.repeat(q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    delta = (out * dout).sum(axis=-1) - dlse
+    s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(q.shape[3] ** -0.5) + bias
+    p = np.exp2((s - lse[..., None]) * np.float32(np.log2(np.e)))
+    return p * (np.einsum("bhid,bhjd->bhij", dout, v) - delta[..., None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda dtype: np.dtype(dtype).name)
+def test_a_head_of_one_element_is_not_judged_by_its_luck(dtype: Any) -> None:
+    """Of a bias that repeats along queries and keys; the error is that of the rounded out."""
+    rng = np.random.default_rng(13)
+    for _ in range(5):
+        dout, *arrays = (rng.standard_normal((3, n, 12, 16)).astype(dtype) for n in (9, 9, 20, 20))
+        dlse, bias = (rng.standard_normal((3, 12, n, 1), np.float32) for n in (9, 1))
+        ds = from_results(dout, *arrays, dlse[..., 0], bias)
+        grads = (None, None, None, ds.sum(axis=(2, 3), keepdims=True), None)
+        result = gradients_verdict(grads, dout, *arrays, dlse=dlse[..., 0], attn_bias=bias)
+        assert result.ok, result.message
+
+
+def test_the_rounding_of_the_lse_is_no_fault() -> None:
+    """Where nothing else is rounded: of equal values in v, dP and D cancel."""
+    rng = np.random.default_rng(14)
+    for _ in range(10):
+        q, k, dout = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (5, 300, 5))
+        v, dlse = np.zeros_like(k), rng.standard_normal((1, 2, 5), np.float32)
+        bias = rng.standard_normal((1, 2, 5, 300), np.float32)
+        grads = (None, None, None, from_results(dout, q, k, v, dlse, bias), None)
+        result = gradients_verdict(grads, dout, q, k, v, dlse=dlse, attn_bias=bias)
+        assert result.ok, result.message
+
+
 @pytest.mark.parametrize("name", reference.Gradients._fields)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bfloat16", "float32"])
 def test_wrong_gradients_are_rejected(dtype: Any, name: str) -> None:
