@@ -31,7 +31,7 @@ class Tiles:
     q_buffers: int  # 2: the next tile's Q is loaded while this one is computed
     turns: bool = False  # consumers issue their products in turn
     landings: int = 0  # blocks of V that wait to be transposed; 8-bit elements only
-    parking: int = 0  # key blocks between two additions to O in shared memory; 8-bit elements only
+    promoted: bool = False  # O is summed in fp32 registers, block by block; 8-bit elements only
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ForwardSm90:
     q_buffers: int
     turns: bool
     landings: int
-    parking: int
+    promoted: bool
     params_bytes: int
     smem_bytes: int
 
@@ -93,13 +93,13 @@ HALF: Table = {
 }
 
 # 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
-# Without parking rows of 8192 and 65536 keys come out 14 % and 51 % too small where V has one sign,
-# in FlashAttention-3 as here; with it 0.6 % at head dim 64 and 0.4 % at 128, whatever the length.
-# Head dim 256 leaves no room for it. TFLOP/s at S 8192 full, as above.
+# Where tensor cores sum O, rows of 8192 and 65536 keys come out 14 % and 51 % too small if V has
+# one sign, in FlashAttention-3 as here; promoted, 0.12 % at head dim 64 and 0.14 % at 128. Head dim
+# 256 leaves no registers for it. TFLOP/s at S 8192 full and causal, as above.
 EIGHT: Table = {
-    (64, 64): Tiles(128, 3, 4, 3, 1, turns=True, landings=3, parking=4),  # 514 (no turns 490)
-    (128, 128): Tiles(96, 3, 3, 2, 1, landings=2, parking=4),  # 2 consumers: 160 keys 681, 128 649
-    (256, 256): Tiles(96, 2, 2, 2, 1, turns=True, landings=2),  # 925 (no turns 893)
+    (64, 64): Tiles(96, 3, 4, 3, 1, landings=3, promoted=True),  # 536 519 (128 keys spill)
+    (128, 128): Tiles(128, 2, 3, 3, 1, landings=2, promoted=True),  # 760 738 (turns 737 717)
+    (256, 256): Tiles(96, 2, 2, 2, 1, turns=True, landings=2),  # 888 856
 }
 # Where registers also hold what several modifiers, a bias or a mask of arrays need.
 HALF_HEAVY: Table = {
@@ -112,8 +112,8 @@ HALF_HEAVY: Table = {
     (256, 256): Tiles(32, 2, 4, 4, 1),
 }
 EIGHT_HEAVY: Table = {
-    (64, 64): Tiles(64, 2, 4, 3, 1, landings=3, parking=8),
-    (128, 128): Tiles(64, 2, 3, 2, 1, landings=2, parking=8),
+    (64, 64): Tiles(64, 2, 4, 3, 1, landings=3, promoted=True),
+    (128, 128): Tiles(64, 2, 3, 3, 1, landings=2, promoted=True),
     (256, 256): Tiles(64, 2, 2, 2, 1, landings=2),
 }
 TYPES = {
@@ -144,11 +144,8 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> in
     k, v = tiles.k_stages * tiles.block_k * row_k, tiles.block_k * row_v
     if itemsize > 1:
         return q + k + tiles.v_stages * v + 1024  # the barriers, padded to a panel's alignment
-    transposed = head_dim_v * row_bytes(tiles.block_k)
-    landing = tiles.landings * v + 1024
-    threads = 128 * tiles.consumers if tiles.parking else 0
-    parked = threads * (2 * head_dim_v + 8)
-    return q + k + tiles.v_stages * transposed + landing + parked + 1024
+    transposed = head_dim_v * tiles.block_k
+    return q + k + tiles.v_stages * transposed + tiles.landings * v + 2048
 
 
 def count(policies: Policies) -> int:
@@ -197,13 +194,16 @@ def forward_sm90(
     dims = head_dim_classes(dtype, head_dim, head_dim_v)
     assert dims is not None, f"no tiles for head dims {head_dim} and {head_dim_v}"
     eight = ITEMSIZES[dtype] == 1
-    heavy = _is_heavy(policies, max(dims)) or (eight and policies.dropout != "KeepAll")
+    light = policies.dropout == "KeepAll" and policies.mask_bytes <= SMALL_MASK
+    plain = light and policies.score == "Identity"
+    heavy = _is_heavy(policies, max(dims))
+    if eight:
+        alone = plain and policies.sequences == "Dense"
+        heavy |= not alone if dims == (128, 128) else not light
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
         tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
-    small = policies.mask_bytes <= SMALL_MASK
-    plain = small and (policies.score, policies.dropout) == ("Identity", "KeepAll")
     return ForwardSm90(
         t=TYPES[dtype],
         mask=policies.mask,

@@ -31,6 +31,13 @@ DEVICE u32 f16x2_of_e5m2x2(u16 pair) {
   return wide;
 }
 
+// Two pairs, the first in the low half.
+DEVICE u32 word_of(u16 low, u16 high) {
+  u32 word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
+}
+
 // Four bytes of the eight of (low, high): byte i of the result is the one that the i-th nibble of `selector` names.
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
   u32 bytes;

@@ -21,6 +21,8 @@ struct Consumer {
   Accumulator<BLOCK_K> s;
   Weights<T, BLOCK_K> weights;
   Accumulator<HEAD_DIM_V> o;
+  Accumulator<PROMOTED ? HEAD_DIM_V : 8> product;  // of the last block of V, where it is not added by tensor cores
+  float carry[2];                                  // what O is to be multiplied by before
   LazySoftmax<T> softmax;
   float scale;        // of the scores of the tile, where tiles differ
   int v_owed = 0;     // blocks of V to pass over after that of the weights
@@ -38,8 +40,9 @@ struct Consumer {
   DEVICE void release_q(u32 slot) {
     if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.q_ring[group].empty[slot]));
   }
-  DEVICE void release_k() {
-    if (ptx::lane() == 0) ptx::mbarrier_arrive(k.empty(shared.k_ring));
+  // 8 bits: a sum of weights takes part for the compiler, which else takes them only when the next product has ended.
+  DEVICE void release_k(float sum = 0.0f) {
+    if (ptx::lane() == 0 && !(sum < 0.0f)) ptx::mbarrier_arrive(k.empty(shared.k_ring));
     k.advance();
   }
   DEVICE void release_v() {
@@ -169,14 +172,23 @@ struct Consumer {
     modify(modifier, keys, row, key);
   }
 
-  // Issue S = Q K^T of the next block of K, and O += P V of the next block of V.
+  // What the tensor cores add to.
+  DEVICE auto &target() {
+    if constexpr (PROMOTED) {
+      return product;
+    } else {
+      return o;
+    }
+  }
+
+  // Issue S = Q K^T of the next block of K, and O += P V, or the product alone, of the next block of V.
   DEVICE void issue_qk(u32 slot) {
     k.wait_full(shared.k_ring);
     gemm_qk<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile());
   }
   DEVICE void issue_pv() {
     v.wait_full(shared.v_ring);
-    gemm_pv<T, Values>(o, weights, v_tile());
+    gemm_pv<T, Values>(target(), weights, v_tile(), !PROMOTED);
   }
 
   // Issues both, each in a group of its own, as this group's turn.
@@ -189,17 +201,29 @@ struct Consumer {
     hand_over();
   }
 
-  // When the product of the block before `key` has ended: O as the weights now are, parked now and then.
-  DEVICE void follow(int key) {
-    if (softmax.moved) {
-      o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });
-      shared.parked.shrink(softmax.shrink, place());
+  // Of 8 bits: columns whose weights are taken while the product of the block before goes on. The others' fill the time
+  // in which O is made ready; those that may be dropped are all taken at once.
+  static constexpr int EARLY = Dropout::DROPS ? BLOCK_K : BLOCK_K * 3 / 4 / 16 * 16;
+
+  // When the product of the block before has ended: O as the weights now are.
+  DEVICE void follow() {
+    if constexpr (FP8) {
+      softmax.template weigh<EARLY, BLOCK_K>(s, c());
+      softmax.join();
     }
-    if constexpr (PARKING) {
-      if (key / BLOCK_K % max(PARKING, 1) == 0) shared.parked.add(o, place());
+    if constexpr (PROMOTED) {
+      promote();
+      carry[0] = softmax.shrink[0], carry[1] = softmax.shrink[1];
+    } else if (softmax.moved) {
+      o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });
     }
   }
-  DEVICE u32 place() const { return group * 128 + warp * 32 + ptx::lane(); }
+  DEVICE void promote() {
+    if constexpr (PROMOTED) {
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) o.x[i] = o.x[i] * carry[i / 2 % 2] + product.x[i];
+    }
+  }
 
   // Between two tiles: the last product of the one before, whose O is stored, and the first key block of the next,
   // which runs from `row` of Q and begins at `key`; or one of the two alone.
@@ -228,19 +252,27 @@ struct Consumer {
       if constexpr (FP8) scale = here.scale;
       modify(modifiers.score, len_k(p, here), row, key);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
-      softmax.meet(s, c());
+      if constexpr (FP8) {
+        softmax.raise(s, c());
+        softmax.template weigh<0, BLOCK_K>(s, c());
+        softmax.join();
+      } else {
+        softmax.meet(s, c());
+      }
       drop(modifiers.dropout, len_k(p, here), row, key);
     }
     ptx::wgmma_wait<0>();
     weights.pack(s);
     if (ends) {
-      shared.parked.take(o, place());
+      promote();
       release_v();
       store(before, slot_before, inverse, lse);
     }
     pass_v();
     o.zero();
-    shared.parked.clear(place());
+    carry[0] = carry[1] = 1.0f;
+    float mark = 0.0f;
+    ptx::pin(mark);  // else the compiler makes the zeros elsewhere, and moves registers to make up for it
   }
 
   // Another key block, while the weights of the one before are multiplied.
@@ -249,19 +281,23 @@ struct Consumer {
     issue_both(slot);
     ptx::wgmma_wait<1>();
     modify(modifiers.score, len_k(p, here), row, key);
-    if constexpr (MASKED || FP8) {  // 8-bit weights have no room for a guess
-      if constexpr (MASKED) hide(here, modifiers.mask, row, key);
+    if constexpr (MASKED) hide(here, modifiers.mask, row, key);
+    if constexpr (FP8) {  // whose weights have no room for a guess
+      softmax.raise(s, c());
+      softmax.template weigh<0, EARLY>(s, c());
+      if constexpr (!PROMOTED) softmax.vote();
+    } else if constexpr (MASKED) {
       softmax.meet(s, c());
     } else if (!softmax.settled || !softmax.guess(s, c())) {
       if (softmax.settled) rescore(modifiers.score, len_k(p, here), row, slot, key);
       softmax.meet(s, c());
     }
     drop(modifiers.dropout, len_k(p, here), row, key);
-    release_k();
+    release_k(FP8 ? softmax.part[0] + softmax.part[1] : 0.0f);
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();
     release_v();
-    follow(key);
+    follow();
     weights.pack(s);
   }
 

@@ -26,7 +26,7 @@ constexpr int CONSUMERS = Config::CONSUMERS, BLOCK_Q = 64 * CONSUMERS, THREADS =
 constexpr int K_STAGES = Config::K_STAGES, V_STAGES = Config::V_STAGES, Q_BUFFERS = Config::Q_BUFFERS;
 constexpr bool STAGED = Q_BUFFERS > 1 && HEAD_DIM_V <= HEAD_DIM && !FP8;  // O leaves through the Q that it came from
 constexpr int LANDINGS = Config::LANDINGS;                                // blocks of V on their way to be transposed
-constexpr int PARKING = Config::PARKING;  // key blocks between two parkings of O, see tile/fp8.cuh; 0: none
+constexpr bool PROMOTED = Config::PROMOTED;  // the product of each key block is added to O in fp32
 // Nothing acts on the scores but a mask of few numbers.
 constexpr bool SMALL_MASK = sizeof(Mask) <= 16, PLAIN = Score::IDENTITY && !Dropout::DROPS && SMALL_MASK;
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
@@ -147,7 +147,6 @@ struct Shared {
   Keys k[K_STAGES];
   Values v[V_STAGES];
   Landing<Element, BLOCK_K, HEAD_DIM_V, LANDINGS> landing;
-  Parked<HEAD_DIM_V, PARKING ? 128 * CONSUMERS : 0> parked;
   Ring<Q_BUFFERS> q_ring[CONSUMERS];
   Ring<K_STAGES> k_ring;
   Ring<V_STAGES> v_ring;

@@ -19,13 +19,33 @@ struct Float8E5m2 {
   DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e5m2(d, a, b0, b1); }
 };
 
+// V^T as slices of 32 keys, the K of one product: a row is 32 bytes, and chunk c of 16 bytes of row r lies at chunk
+// c ^ r / 4 % 2 (PTX ISA, "Swizzling modes").
+template <int DV, int KEYS>
+struct Slices {
+  static constexpr u32 SLICE = DV * 32, BYTES = KEYS / 32 * SLICE;
+  static_assert(KEYS % 32 == 0 && DV % 32 == 0, "whole slices, each where the swizzle begins");
+
+  alignas(1024) unsigned char data[BYTES];
+
+  DEVICE static u32 offset(u32 row, u32 chunk) { return chunk / 2 * SLICE + row * 32 + (chunk ^ row / 4) % 2 * 16; }
+};
+
+// An operand of slices. Its descriptor says: groups of eight rows follow each other at 256 bytes, 32-byte swizzle.
+template <class Tile>
+struct AlongSlices {
+  static constexpr u32 HIGH = 256 / 16 | 3u << 30;
+  DEVICE static u32 low(u32 tile) { return tile / 16; }
+  DEVICE static constexpr u32 advance(int step) { return step * Tile::SLICE / 16; }
+};
+
 template <>
 struct Wgmma<Float8E4m3> {
   static constexpr int K = 32;
   template <int KEYS, int DV>
-  using Values = Panels<unsigned char, DV, KEYS>;  // transposed
+  using Values = Slices<DV, KEYS>;  // transposed
   template <class Tile>
-  using ValueOperand = AlongRows<Tile>;
+  using ValueOperand = AlongSlices<Tile>;
 
   template <int R>
   DEVICE static void qk(float (&d)[R], u64 a, u64 b, bool keep) {
@@ -59,8 +79,8 @@ struct Weights8 {
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
       const int first = i / 4 * 16 + i % 4 / 2 * 8 + i % 2 * 2;
-      a[i / 4][i % 4] = static_cast<u32>(ptx::e4m3x2(p.x[first], p.x[first + 1])) |
-                        static_cast<u32>(ptx::e4m3x2(p.x[first + 4], p.x[first + 5])) << 16;
+      a[i / 4][i % 4] =
+          ptx::word_of(ptx::e4m3x2(p.x[first], p.x[first + 1]), ptx::e4m3x2(p.x[first + 4], p.x[first + 5]));
     }
   }
 };
@@ -85,69 +105,14 @@ struct Landing<unsigned char, KEYS, DV, SLOTS> {
   DEVICE void init(u32 readers) { ring.init(readers); }
 };
 
-// Sums of each thread's part of O that are kept in shared memory, for tensor cores carry too few bits through a long
-// sum of 8-bit products (about 14): now and then what they have summed is added here, in fp32.
-template <int DV, int THREADS>
-struct Parked {
-  struct alignas(16) Four {
-    float x[4];
-  };
-  Four part[DV / 8][THREADS];
-  float factor[2][THREADS];  // what has become of the weights since
-
-  DEVICE void clear(u32 thread) {
-    for (int i = 0; i < DV / 8; ++i) part[i][thread] = {};
-    factor[0][thread] = factor[1][thread] = 1.0f;
-  }
-
-  DEVICE void shrink(const float (&by)[2], u32 thread) {
-    factor[0][thread] *= by[0];
-    factor[1][thread] *= by[1];
-  }
-
-  // Adds O, and leaves it at zero.
-  DEVICE void add(Accumulator<DV> &o, u32 thread) {
-    join(o, thread);
-    factor[0][thread] = factor[1][thread] = 1.0f;
-    o.zero();
-  }
-
-  // Adds what is here to O. The sum goes by way of what is here: registers for both there are none.
-  DEVICE void take(Accumulator<DV> &o, u32 thread) {
-    join(o, thread);
-#pragma unroll
-    for (int i = 0; i < DV / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) o.x[4 * i + j] = part[i][thread].x[j];
-  }
-
- private:
-  DEVICE void join(const Accumulator<DV> &o, u32 thread) {
-    const float by[2] = {factor[0][thread], factor[1][thread]};
-#pragma unroll
-    for (int i = 0; i < DV / 8; ++i) {
-      Four &four = part[i][thread];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) four.x[j] = four.x[j] * by[j / 2] + o.x[4 * i + j];
-    }
-  }
-};
-template <int DV>
-struct Parked<DV, 0> {
-  DEVICE void clear(u32) {}
-  DEVICE void shrink(const float (&)[2], u32) {}
-  DEVICE void add(Accumulator<DV> &, u32) {}
-  DEVICE void take(Accumulator<DV> &, u32) {}
-};
-
 // One warp's share, of `warps`, of V^T from V: matrices of 32 keys by 16 columns. ldmatrix transposes pairs of bytes; a
 // permutation of bytes parts the pairs into their two columns, and joins the keys of two pairs.
 template <int KEYS, int DV>
 DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
-  static_assert(KEYS % 32 == 0 && DV % 16 == 0, "whole matrices");
   using From = Panels<unsigned char, KEYS, DV>;
-  using To = Panels<unsigned char, DV, KEYS>;
-  // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other.
+  using To = Slices<DV, KEYS>;
+  // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other. A matrix begins
+  // where the swizzle of V^T does.
   const u32 source = from + From::offset(lane, 0);
   // Of eight rows that are stored together four are even and four are odd columns of V: they lie in different banks.
   const u32 target_row = lane % 8 * 2 + (lane / 8 % 2 ^ lane % 8 / 4), target = to + To::offset(target_row, lane / 16);
@@ -170,7 +135,7 @@ DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
         row[j] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], first_half);
         row[j + 1] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], other_half);
       }
-      ptx::stmatrix_x4((target ^ key % 128) + key / 128 * To::PANEL + column * 128, row);
+      ptx::stmatrix_x4(target + key / 32 * To::SLICE + column * 32, row);
     }
   }
 }

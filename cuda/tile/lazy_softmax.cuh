@@ -30,6 +30,7 @@ struct LazySoftmax {
   float shrink[2];   // what the last key block made of the weights before it
   bool moved;        // some shrink of the warp is not 1: O has to be multiplied by it
   bool settled;      // every row of the warp has a reference that guesses may use
+  float part[2];     // 8 bits: sums of this block's weights, as far as they are taken
 
   DEVICE void reset() {
     m[0] = m[1] = -INFINITE;
@@ -79,6 +80,48 @@ struct LazySoftmax {
     l[0] += sum[0], l[1] += sum[1];
     return true;
   }
+
+  // For weights of 8 bits a block is met in parts, without a branch: `raise`, `weigh` for all columns, `join`. This
+  // moves m to the maximum.
+  template <int N>
+  DEVICE void raise(Accumulator<N> &s, float c) {
+    float top[2][2];  // in two chains, as sums are
+    s.each([&](float &score, int r, int column) {
+      float &chain = top[r][column / 8 % 2];
+      chain = column < 16 && column % 2 == 0 ? score : fmaxf(chain, score);
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = fmaxf(top[r][0], top[r][1]);
+      most = fmaxf(most, ptx::shfl_xor(most, 1));
+      most = fmaxf(most, ptx::shfl_xor(most, 2));
+      const float before = m[r];
+      m[r] = fmaxf(fmaxf(before, most), -LARGEST);  // -inf minus -inf would be NaN
+      shrink[r] = ptx::ex2((before - m[r]) * c);
+      part[r] = 0.0f;
+    }
+  }
+
+  // P = 2^(c (S - m)) in columns [FIRST, END).
+  template <int FIRST, int END, int N>
+  DEVICE void weigh(Accumulator<N> &s, float c) {
+    float chain[2][2] = {};
+    s.each(
+        [&](float &score, int r, int column) {
+          score = ptx::ex2(ptx::fma(score - m[r], c, OFFSET<T>));
+          float &sum = chain[r][column / 8 % 2];
+          sum = column < FIRST + 16 && column % 2 == 0 ? score : sum + score;
+        },
+        FIRST, END - FIRST);
+    part[0] += chain[0][0] + chain[0][1], part[1] += chain[1][0] + chain[1][1];
+  }
+
+  DEVICE void join() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) l[r] = l[r] * shrink[r] + part[r];
+  }
+
+  DEVICE void vote() { moved = ptx::any(shrink[0] != 1.0f || shrink[1] != 1.0f); }
 
   // What O is to be multiplied by, 1 / l, or 0 for a row without keys, and the natural-log LSE, -inf for it. A sink
   // joins l and the LSE.

@@ -33,10 +33,11 @@ DEVICE void clear_rows(Tile &tile, int begin, int end, u32 lane) {
   }
 }
 
-// Descriptors of operands of wgmma (PTX ISA, "Matrix Descriptor"), in units of 16 bytes. The high word says: groups of
-// eight rows follow each other at 1024 bytes, 128-byte swizzle. The low word is the address and the stride of panels,
-// so that a step along the operand adds to it.
-DEVICE u64 descriptor(u32 low) { return static_cast<u64>(1024 / 16 | 1u << 30) << 32 | low; }
+// Descriptors of operands of wgmma (PTX ISA, "Matrix Descriptor"), in units of 16 bytes. The high word of panels says:
+// groups of eight rows follow each other at 1024 bytes, 128-byte swizzle. The low word is the address and the stride of
+// panels, so that a step along the operand adds to it.
+constexpr u32 IN_PANELS = 1024 / 16 | 1u << 30;
+DEVICE u64 descriptor(u32 low, u32 high = IN_PANELS) { return static_cast<u64>(high) << 32 | low; }
 
 // An operand whose K runs along its rows (Q and K), at an address.
 template <class Tile>
@@ -50,6 +51,7 @@ struct AlongRows {
 // An operand of 16-bit elements whose K runs down its columns (V).
 template <class Tile>
 struct DownColumns {
+  static constexpr u32 HIGH = IN_PANELS;
   DEVICE static u32 low(u32 tile) { return tile / 16 | Tile::PANEL / 16 << 16; }
   DEVICE static constexpr u32 advance(int step) { return step * 16 * 128 / 16; }
 };

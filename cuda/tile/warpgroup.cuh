@@ -105,15 +105,15 @@ DEVICE void gemm_qk(Accumulator<N> &s, u32 q, u32 k) {
                  descriptor(columns + AlongRows<Keys>::advance(step)), step > 0);
 }
 
-// O += P V.
+// O += P V, or O = P V.
 template <class T, class Values, int N, int DV>
-DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v) {
+DEVICE void gemm_pv(Accumulator<DV> &o, const Weights<T, N> &p, u32 v, bool keep = true) {
   using Operand = typename Wgmma<T>::template ValueOperand<Values>;
   const u32 columns = Operand::low(v);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < N / Wgmma<T>::K; ++step)
-    Wgmma<T>::pv(o.x, p.a[step], descriptor(columns + Operand::advance(step)), true);
+    Wgmma<T>::pv(o.x, p.a[step], descriptor(columns + Operand::advance(step), Operand::HIGH), step > 0 || keep);
 }
 
 // D = A B, where the K terms of both run down the rows of tiles: A is 64 columns of one, B is N columns of the other.

@@ -39,6 +39,16 @@ TO_8_BITS = Kernel(
     threads=256,
     capability=89,
 )
+WORDS = Kernel(
+    "fp8",
+    "const u16 *from; u32 *to; u32 count;",
+    """
+  for (u32 i = threadIdx.x; i < p.count; i += blockDim.x)
+    p.to[i] = ptx::word_of(p.from[2 * i], p.from[2 * i + 1]);
+""",
+    threads=256,
+    capability=89,
+)
 OF_8_BITS = Kernel(
     "fp8",
     "const u16 *from; u32 *to; u32 pairs, other;",
@@ -104,6 +114,14 @@ def test_8_bits_are_rounded_to_nearest_even_and_saturate(machine: Machine, dtype
         expected = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
     expected[np.isnan(x)] = 0x7F
     np.testing.assert_array_equal(pair, pairs(expected[:, 0], expected[:, 1]))
+
+
+def test_two_halves_are_a_word(machine: Machine) -> None:
+    halves = np.array([0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x1234], np.uint16)
+    x = np.stack(np.meshgrid(halves, halves), axis=-1).reshape(-1, 2)
+    out = Out.empty(len(x), np.uint32)
+    (word,) = machine.run(WORDS, x, out, np.uint32(len(x)))
+    np.testing.assert_array_equal(word, x.astype(np.uint32) @ np.array([1, 65536], np.uint32))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=lambda dtype: dtype.name)

@@ -22,6 +22,8 @@ DEVICE u32 f16x2_of_e5m2x2(u16 pair, emu::Loc = emu::Loc::here()) {
   return emu::f16_of(emu::from_e5m2(pair & 0xff)) | static_cast<u32>(emu::f16_of(emu::from_e5m2(pair >> 8))) << 16;
 }
 
+DEVICE u32 word_of(u16 low, u16 high, emu::Loc = emu::Loc::here()) { return low | static_cast<u32>(high) << 16; }
+
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector, emu::Loc = emu::Loc::here()) {
   const u64 bytes = low | static_cast<u64>(high) << 32;
   u32 result = 0;
