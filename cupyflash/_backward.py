@@ -29,7 +29,6 @@ from ._problem import Extent, Form, Operands, Problem, extents, host_metadata, i
 from ._problem_backward import EXTRA, Backward, describe_backward, refuse_float8
 from ._scalars import recorded_state, refuse_gradient
 from ._steps import BoundSteps, bind_steps
-from .errors import UnsupportedProblem
 from .reference import Gradients
 
 __all__ = ["PLANS", "call"]
@@ -160,10 +159,13 @@ def _with_copies(adapter: Adapter, request: Request, plan: Copies) -> Gradients:
 
 
 def _elsewhere(adapter: Adapter, request: Request) -> Gradients:
-    """Compute through the records of an unknown library's arrays."""
+    """Hand a call over to JAX, or compute it through the records of an unknown library's arrays."""
     if adapter.framework == "jax":
-        raise UnsupportedProblem(
-            "gradients of JAX arrays are not computed yet: pass NumPy or CuPy arrays"
+        from . import _jax
+
+        options = dict(zip(SCALARS, request.scalars, strict=True))
+        return _jax.attention_backward(
+            request.arrays, request.masks, wanted=request.wanted, **options
         )
     admitted = dict(request.arrays)
     for name, x in request.arrays.items():

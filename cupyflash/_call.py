@@ -201,10 +201,9 @@ def _elsewhere(adapter: Adapter, request: Request) -> Any:
     if adapter.framework == "jax":
         from . import _jax
 
+        arrays = {"q": q, "k": k, "v": v, **extras} | ({} if out is None else {"out": out})
         options = dict(zip(SCALARS, scalars, strict=True))
-        if masks:
-            options["masks"] = masks
-        return _jax.attention(q, k, v, out=out, return_lse=return_lse, **options, **extras)
+        return _jax.attention(arrays, masks, return_lse=return_lse, **options)
     admitted = {
         name: x if _is_number(name, x) else adapter_of(x, name).admit(x, name)
         for name, x in request.arrays().items()

@@ -28,6 +28,7 @@ __all__ = [
     "backward_name",
     "rejections",
     "select",
+    "takers",
 ]
 
 HOST_DTYPES = FLOATS + FLOAT8S
@@ -151,6 +152,16 @@ def select(problem: Problem, name: Any = None) -> Kernel:
     if reason := named.refusal(problem):
         raise UnsupportedProblem(f"`kernel` is {name!r}, which cannot be used: {reason}")
     return named
+
+
+def takers(problem: Problem, name: Any = None) -> tuple[Kernel, ...]:
+    """Return the rows that `select` may return for a problem, or for one of its kind."""
+    return tuple(
+        kernel
+        for kernel in _rows(problem.op)
+        if (kernel.automatic if name is None else kernel.name == name)
+        and kernel.refusal(problem) is None
+    )
 
 
 def backward_name(name: Any) -> Any:

@@ -12,7 +12,7 @@ from . import _tickets
 from ._launch import Launch, Loaded, Steps, load
 from ._tensor_map import BYTES, TensorMap, moving
 
-__all__ = ["SCRATCH_ALIGNMENT", "TICKETS", "BoundSteps", "bind_steps"]
+__all__ = ["SCRATCH_ALIGNMENT", "TICKETS", "BoundSteps", "bind_steps", "scratch_bytes"]
 
 SCRATCH_ALIGNMENT = 256  # bytes, of the address of a scratch
 TICKETS = "tickets"  # the name of the counter of tiles among the places of a launch
@@ -26,8 +26,7 @@ class BoundSteps:
     __slots__ = ("_launches", "places", "scratch")
 
     def __init__(self, scratch: int, launches: list["_BoundStep"]) -> None:
-        # To allocate, wherever that begins.
-        self.scratch = scratch + SCRATCH_ALIGNMENT - 1 if scratch and launches else 0
+        self.scratch = scratch  # bytes to allocate
         self.places = frozenset().union(*(launch.places for launch in launches))
         self._launches = launches
 
@@ -116,4 +115,10 @@ def bind_steps(
         _BoundStep(launch, load(launch, device, capturing=capturing), names, device)
         for launch in launches
     ]
-    return BoundSteps(steps.scratch, bound)
+    return BoundSteps(scratch_bytes(steps), bound)
+
+
+def scratch_bytes(steps: Steps) -> int:
+    """Return how much to allocate as the scratch of steps, wherever that begins."""
+    needed = steps.scratch and any(all(launch.grid) for launch in steps.launches)
+    return steps.scratch + SCRATCH_ALIGNMENT - 1 if needed else 0

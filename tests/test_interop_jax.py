@@ -183,39 +183,6 @@ def test_nothing_mapped_is_nothing_computed(kit: Kit) -> None:
     assert (out.shape, lse.shape) == ((0, 2, 5, 4, 8), (0, 2, 4, 5))
 
 
-# Gradients
-
-
-def test_gradients_are_refused_with_a_sentence(kit: Kit) -> None:
-    q, k, v = map(kit.put, inputs())
-
-    def loss(q: Any) -> Any:
-        return cupyflash.attention(q, k, v).sum()
-
-    attempts = [
-        lambda: jax.grad(loss)(q),
-        lambda: jax.jit(jax.grad(loss))(q),
-        lambda: jax.grad(jax.jit(loss))(q),
-        lambda: jax.jvp(loss, (q,), (q,)),
-        lambda: jax.vjp(loss, q),
-        lambda: jax.linearize(loss, q),
-        lambda: jax.grad(jax.checkpoint(loss))(q),
-        lambda: jax.vmap(jax.grad(loss))(q[None]),
-        lambda: jax.grad(lambda k: attend(q, k, v)[1].sum())(k),
-    ]
-    for attempt in attempts:
-        with pytest.raises(UnsupportedProblem, match="no backward pass yet"):
-            attempt()
-
-
-def test_a_stopped_gradient_is_zero(kit: Kit) -> None:
-    q, k, v = map(kit.put, inputs())
-    stopped = jax.grad(lambda q: cupyflash.attention(jax.lax.stop_gradient(q), k, v).sum())
-    np.testing.assert_array_equal(kit.get(stopped(q)), 0)
-    beside = jax.grad(lambda x: (x * cupyflash.attention(q, k, v).sum()).sum())
-    assert np.isfinite(kit.get(beside(q))).all()
-
-
 # Arguments
 
 

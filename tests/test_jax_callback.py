@@ -81,7 +81,7 @@ def callback(
 ) -> tuple[list[int], list[Any]]:
     """Trace one call on device 1, call it back, and return the addresses of its buffers."""
     calls: list[Any] = []
-    monkeypatch.setattr(_jax, "_program", lambda: lambda call, *_: calls.append(call) or (0, 0))
+    monkeypatch.setattr(_jax, "attend", lambda call, *_: calls.append(call) or (0, 0))
     shapes = [(batch, 5, 4, 16), (batch, 9, 2, 16), (batch, 9, 2, 8)]
     host = jax.devices("cpu")[0]
     arrays = [jax.device_put(np.zeros(shape, dtype), host) for shape in shapes]
@@ -153,9 +153,7 @@ def test_the_callback_puts_addresses_of_modifiers_in_their_places(
 ) -> None:
     calls: list[Any] = []
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        _jax, "_program", lambda: lambda call, *x: (calls.append(call), given.append(x))
-    )
+    monkeypatch.setattr(_jax, "attend", lambda call, *x: (calls.append(call), given.append(x)))
     q, k, v = (jax.numpy.zeros((9, 2, 16), np.float16) for _ in "qkv")
     options: dict[str, Any] = {
         "attn_bias": jax.numpy.zeros((2, 1, 9, 9), np.float16),
@@ -169,7 +167,7 @@ def test_the_callback_puts_addresses_of_modifiers_in_their_places(
         cupyflash.attention_varlen(q, k, v, *ends, **options)
     else:
         cupyflash.attention(*(jax.numpy.stack([x, x]) for x in (q, k, v)), **options)
-    names = [name for name, _ in calls[0].ranks]
+    names = [spec.name for spec in calls[0].operands]
     for turn in (1, 2):
         addresses = {name: turn << 32 | n << 20 for n, name in enumerate((*names, "out"))}
         buffers = {
@@ -181,7 +179,7 @@ def test_the_callback_puts_addresses_of_modifiers_in_their_places(
         params, device, stream = launches[-1]
         assert (device, stream) == (1, 77)
         records = {name: run._buffer(x) for name, x in buffers.items()}
-        _, places = run.bound_of(calls[0], run.views_of(records), 1)
+        _, places = run.bound_of(calls[0], run.views_of(calls[0], records), 1)
         assert {name for name, _ in places} == {*names} - {"q", "k", "v"}
         for name, at in places:
             assert int.from_bytes(params[at : at + 8], "little") == addresses[name], name

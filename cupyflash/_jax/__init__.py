@@ -3,105 +3,136 @@
 While JAX traces, the call is checked, its kernel chosen and loaded. ``run`` is what XLA calls.
 """
 
-import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import _jit
-from .._array import HOST, Array, adapter_of, contiguous_strides, host_dtype
+from .._array import HOST, Array, adapter_of, contiguous_strides
 from .._array.host import host_view
 from .._array.jax_arrays import device_of, element_type, is_tracer, ordinal
 from .._kernels import select
 from .._philox import seed_offset
 from .._problem import (
     DESCALES,
-    DTYPES,
     Form,
+    Problem,
     describe,
     host_metadata,
     is_metadata,
     stand_in,
 )
+from .._problem_backward import describe_backward, refuse_float8
 from .._scalars import factor, is_array, random_state, recorded_state
-from ..errors import InvalidArgument, UnsupportedProblem
-from .run import Call, bound_of, compute, views_of
+from ..errors import InvalidArgument
+from ..reference import Gradients
+from .calls import Call, Spec
+from .program import attend, differentiate
+from .run import prepared
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_backward"]
+
+GPUS = ("gpu", "cuda")  # platforms
 
 
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    out: Any = None,
-    return_lse: bool = False,
-    kernel: str | None = None,
-    rng_state: Any = None,
-    layout: str = "bshd",
-    masks: tuple[Form, ...] = (),
-    **options: Any,
+    arrays: dict[str, Any], masks: Sequence[Form], *, return_lse: bool = False, **options: Any
 ) -> Any:
-    """Compute attention of JAX arrays, eagerly or inside ``jit`` and ``vmap``.
+    """Compute attention of JAX arrays, eagerly or inside of JAX's transformations.
 
     Parameters
     ----------
-    q, k, v, return_lse, kernel, layout
-        As `cupyflash.attention` takes them.
-    out
-        Must be None.
-    rng_state
-        A pair of integers, or an array of them, which is read when XLA runs.
-    masks : tuple of Form
-        Those of the call, whose arrays are among the options.
-    options
-        The other arguments of `cupyflash.attention`; its arrays only where they are not None. With
-        cu_seqlens_q and cu_seqlens_k those of `cupyflash.attention_varlen`.
+    arrays : dict of str to object
+        q, k, v, and the other array arguments of `cupyflash.attention`, of
+        `cupyflash.attention_varlen` and of masks, where they are not None; ``out`` must not be
+        there. ``rng_state`` is a pair of integers, or an array, which is read when XLA runs.
+    masks : sequence of Form
+        What arrays has the arrays of.
+    return_lse
+        As `cupyflash.attention` takes it.
+    **options
+        The other arguments of `cupyflash.attention`, all of them.
 
     Returns
     -------
     out, or (out, lse)
     """
-    if out is not None:
+    if "out" in arrays:
         raise InvalidArgument(
             "`out` must be None for JAX arrays, which cannot be written: use the result"
         )
-    arrays = {"q": q, "k": k, "v": v}
-    for name in (*DTYPES, *(name for form in masks for name in form.names)):
-        if name in options:
-            arrays[name] = host_metadata(options.pop(name), name)
+    results = attend(*_call(describe, arrays, masks, return_lse=return_lse, **options))
+    return results if return_lse else results[0]
+
+
+def attention_backward(
+    arrays: dict[str, Any], masks: Sequence[Form], *, wanted: Sequence[str], **options: Any
+) -> Gradients:
+    """Compute gradients of JAX arrays likewise.
+
+    Parameters
+    ----------
+    arrays, masks, **options
+        As `attention` takes them, with dout, out, lse and, where it is not None, dlse.
+    wanted : sequence of str
+        Which of "dbias" and "dsink" are to be computed, where there is a bias or a sink.
+    """
+    refuse_float8(element_type(arrays["q"], "q"))
+    call, *operands = _call(describe_backward, arrays, masks, wanted=wanted, **options)
+    results = zip(call.results, differentiate(call, *operands), strict=True)
+    gradients = {spec.name: x for spec, x in results}
+    return Gradients(*(gradients.get(name) for name in Gradients._fields))
+
+
+def _call(
+    describe: Callable[..., tuple[Any, ...]],
+    arrays: dict[str, Any],
+    masks: Sequence[Form],
+    *,
+    kernel: str | None,
+    layout: str,
+    deterministic: bool,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Check a call; return it with its kernels loaded, and its operands as JAX takes them."""
+    arrays = dict(arrays)
+    state = arrays.pop("rng_state", None)
+    arrays = {name: host_metadata(x, name) for name, x in arrays.items()}
     factors = {name: arrays.pop(name) for name in DESCALES if name in arrays}
     device, *others = _devices(arrays)
     records = {name: _record(x, name, device) for name, x in arrays.items()}
     for name, x in factors.items():
         records[name] = stand_in(name, x, records["q"]) or _record(x, name, device)
-    seed = None if rng_state is None else _words(rng_state)
-    problem, _ = describe(
+    seed = None if state is None else _words(state)
+    problem: Problem = describe(
         records,
         arch=None if device == HOST else _jit.compute_capability(device),
         rng_state=None if seed is None else (0, 0),
         layout=layout,
         masks=masks,
+        deterministic=deterministic,
         **options,
-    )
+    )[0]
     select(problem, kernel)
     for name, x in arrays.items():  # JAX takes NumPy's arrays, and no other library's
         if is_metadata(name) and adapter_of(x, name).framework != "jax":
             arrays[name] = _canonical(host_view(records[name]), name)
-            records[name] = _record(arrays[name], name, device)._replace(pointer=0)
     arrays |= {name: _matrix(name, x) for name, x in factors.items()}
     if problem.dropout_p:
         arrays["rng_state"] = seed
-        records["rng_state"] = _record(seed, "rng_state", device)._replace(pointer=0)
-    ranks = tuple((name, len(x.shape)) for name, x in arrays.items())
-    call = Call(problem, ranks, layout, bool(return_lse), kernel, masks)
-    if device != HOST:
-        views = views_of(records)
-        for place in (device, *others):  # loaded now: a callback may run while a graph is captured
-            bound_of(call, views, place)
-    results = _program()(call, *arrays.values())
-    return results if return_lse else results[0]
+    call = Call(
+        problem,
+        tuple(Spec(name, x.shape, element_type(x, name)) for name, x in arrays.items()),
+        layout,
+        kernel,
+        tuple(masks),
+        (device, *others),
+        return_lse,
+        bool(deterministic),
+    )
+    return prepared(call), *arrays.values()
 
 
 def _devices(arrays: dict[str, Any]) -> list[int]:
@@ -119,8 +150,10 @@ def _devices(arrays: dict[str, Any]) -> list[int]:
     if not hasattr(default, "platform"):  # None, or the name of a backend
         default = jax.local_devices(backend=default)[0]
     likeliest = known[:1] or [ordinal(default, "q")]
-    gpus = [ordinal(x, "q") for x in default.client.local_devices() if x.platform != "cpu"]
-    return list(dict.fromkeys(likeliest + gpus))
+    gpus = [
+        x for x in jax.local_devices() if x.platform in GPUS
+    ]  # also where a host is the default
+    return list(dict.fromkeys(likeliest + [ordinal(x, "q") for x in gpus]))
 
 
 def _record(x: Any, name: str, device: int) -> Array:
@@ -138,36 +171,6 @@ def _record(x: Any, name: str, device: int) -> Array:
         readonly=True,
         owner=None,
     )
-
-
-@functools.cache
-def _program() -> Any:
-    """Return the operation of a `Call` and its arrays, which refuses to be differentiated."""
-    import jax
-    from jax.experimental.buffer_callback import buffer_callback
-
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def operation(call: Call, *arrays: Any) -> Any:
-        problem = call.problem
-        shapes = [((*arrays[0].shape[:-1], problem.head_dim_v), problem.output_dtype)]
-        if call.return_lse:
-            batch = () if problem.packed else (problem.batch,)
-            shapes += [((*batch, problem.heads_q, problem.len_q), problem.lse_dtype)]
-        return buffer_callback(
-            functools.partial(compute, call),
-            tuple(jax.ShapeDtypeStruct(shape, host_dtype(dtype)) for shape, dtype in shapes),
-            vmap_method="expand_dims",
-            command_buffer_compatible=problem.arch is not None,  # its kernel is loaded by now
-        )(*arrays)
-
-    @operation.defjvp
-    def refuse(call: Call, primals: Any, tangents: Any) -> Any:
-        raise UnsupportedProblem(
-            "attention cannot be differentiated, it has no backward pass yet: use "
-            "jax.lax.stop_gradient on its inputs"
-        )
-
-    return jax.jit(operation, static_argnums=0)
 
 
 def _matrix(name: str, x: Any) -> Any:

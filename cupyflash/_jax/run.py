@@ -1,4 +1,4 @@
-"""What XLA calls back: a call's kernel on XLA's buffers and stream.
+"""What XLA calls back: a call's kernels on XLA's buffers and stream.
 
 Under ``vmap`` the buffers have the mapped dimensions in front: they join the batch where strides
 allow that, otherwise the items run one by one.
@@ -16,11 +16,15 @@ from .. import _jit
 from .._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides, device_guard, dlpack
 from .._array.base import dtype_name
 from .._array.host import host_view
-from .._kernels import select
+from .._kernels import select, takers
 from .._launch import Bound, bind
-from .._problem import DESCALES, METADATA, Form, Problem, describe
+from .._problem import DESCALES, METADATA
+from .._steps import BoundSteps, bind_steps, scratch_bytes
+from .calls import SCRATCH, Call
 
 CORE = ("q", "k", "v")
+ROWWISE = (*CORE, "out", "dout", "dq", "dk", "dv")  # what kernels read and write by rows
+FOLDING = {*ROWWISE, "lse", "dlse", SCRATCH}  # what has the batch in front
 ALIGNMENT = 16  # bytes of the widest access
 
 Records = dict[str, Array]
@@ -28,45 +32,16 @@ Records = dict[str, Array]
 Views = tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """All of a call but its arrays, hashable: JAX compiles each once."""
-
-    problem: Problem
-    ranks: tuple[tuple[str, int], ...]  # of the arrays in order, without what `vmap` adds
-    layout: str
-    return_lse: bool
-    kernel: str | None
-    masks: tuple[Form, ...]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that are no arrays, as `describe` takes them."""
-        problem = self.problem
-        return {
-            "softmax_scale": problem.scale,
-            "alignment": problem.band.alignment,
-            "softcap": problem.softcap,
-            "dropout_p": problem.dropout_p,
-            "layout": self.layout,
-            "masks": (Form("mask", problem.band, ()), *self.masks),
-        }
-
-
 def compute(call: Call, context: Any, results: Any, *buffers: Any) -> None:
     """Compute from XLA's buffers into others of its."""
-    names = [name for name, _ in call.ranks]
-    records = dict(zip(names, map(_buffer, buffers), strict=True))
-    records |= zip(("out", "lse"), map(_buffer, results), strict=False)
-    packed = call.problem.packed
-    ranks = {**dict(call.ranks), "out": 3 if packed else 4, "lse": 2 if packed else 3}
+    records = dict(zip(call.ranks, map(_buffer, (*buffers, *results)), strict=True))
     device = records["q"].device
     if device == HOST:
-        for item in _items(records, ranks):
+        for item in _items(call, records):
             _on_host(call, item)
     else:
         with device_guard(device):
-            for item in _items(records, ranks):
+            for item in _items(call, records):
                 _on_gpu(call, item, context.stream)
 
 
@@ -87,14 +62,15 @@ def _buffer(buffer: Any) -> Array:
     )
 
 
-def _items(records: Records, ranks: dict[str, int]) -> Iterator[Records]:
+def _items(call: Call, records: Records) -> Iterator[Records]:
     """Yield the calls to make: one, if there are no mapped dimensions or they join the batch."""
-    mapped = records["out"].shape[: -ranks["out"]]
+    ranks, first = call.ranks, call.results[0].name
+    mapped = records[first].shape[: -ranks[first]]
     if not mapped:
         yield records
         return
-    if records.keys() <= {*CORE, "out", "lse"}:
-        folded = {name: _fold(x, ranks[name], mapped) for name, x in records.items()}
+    if records.keys() <= FOLDING:
+        folded = {name: _fold(name, x, ranks[name], mapped) for name, x in records.items()}
         if all(folded.values()):
             yield {name: x for name, x in folded.items() if x is not None}
             return
@@ -102,12 +78,12 @@ def _items(records: Records, ranks: dict[str, int]) -> Iterator[Records]:
         yield {name: _item(x, ranks[name], index) for name, x in records.items()}
 
 
-def _fold(x: Array, rank: int, mapped: tuple[int, ...]) -> Array | None:
+def _fold(name: str, x: Array, rank: int, mapped: tuple[int, ...]) -> Array | None:
     """Return an array with the mapped dimensions in its batch, or None if no stride does that."""
     own, (batch, *rest) = x.shape[:-rank], x.shape[-rank:]
     strides = x.strides[-rank:]
     if own != mapped:
-        if batch != 1 or math.prod(own) != 1:
+        if batch != 1 or math.prod(own) != 1 or name == "lse":  # which kernels read contiguous
             return None
         strides = (0, *strides[1:])
     return x._replace(shape=(math.prod(mapped) * batch, *rest), strides=strides)
@@ -127,49 +103,62 @@ def _item(x: Array, rank: int, index: tuple[int, ...]) -> Array:
 
 def _on_host(call: Call, item: Records) -> None:
     """Compute one item in host memory."""
-    lse, state = item.pop("lse", None), item.pop("rng_state", None)
+    state = item.get("rng_state")
     # Values that nobody could check before are not refused now: the kernels clip them.
     lengths: dict[str, Any] = {name: item[name] for name in METADATA if name in item}
     unread = {name: x._replace(pointer=0) for name, x in lengths.items()}
-    problem, operands = describe(
-        item | unread,
-        arch=None,
-        rng_state=None if state is None else host_view(state),
-        **call.options,
+    problem, operands, backward = call.described(
+        item | unread, None, None if state is None else host_view(state)
     )
+    operands = operands._replace(**lengths)
     kernel = select(problem, call.kernel)
     assert kernel.run is not None
-    sums = None if lse is None else host_view(lse)
+    if backward is not None:
+        kernel.run(problem, operands, backward)
+        return
+    sums = host_view(item["lse"]) if "lse" in item else None
     if sums is not None and problem.packed:
         sums = sums[None]
-    kernel.run(problem, operands._replace(**lengths), sums)
+    kernel.run(problem, operands, sums)
 
 
 def _on_gpu(call: Call, item: Records, stream: int) -> None:
     """Launch one item; its device is current."""
+    device = item["q"].device
+    if call.backward:
+        steps = steps_of(call, views_of(call, item), device)
+        scratch = item.get(SCRATCH)
+        assert steps.scratch <= (scratch.shape[0] if scratch else 0), "too little scratch"
+        words = {name: (x.pointer,) for name, x in item.items()}
+        steps(words, scratch.pointer if scratch else 0, stream)
+        return
     q, k, v, out = (item[name].pointer for name in (*CORE, "out"))
     lse = item["lse"].pointer if "lse" in item else 0
-    device = item["q"].device
     if any(name in item for name in DESCALES):  # a launch holds their addresses
-        records = {name: x for name, x in item.items() if name != "lse"}
-        bound, places = _bound(records, call)
+        bound, places = _bound(call, item)
     else:
-        bound, places = bound_of(call, views_of(item), device)
-    words = tuple((at, (item[name].pointer,)) for name, at in places)
-    bound(q, k, v, out, lse, stream, words)
+        bound, places = bound_of(call, views_of(call, item), device)
+    bound(q, k, v, out, lse, stream, tuple((at, (item[name].pointer,)) for name, at in places))
 
 
-def views_of(records: Records) -> Views:
-    """Return what a launch depends on of all arrays but the outputs, whose addresses count."""
-    shift = math.gcd(ALIGNMENT, *(records[x].pointer for x in (*CORE, "out") if x in records))
+def views_of(call: Call, records: Records) -> Views:
+    """Return what launches depend on of a call's operands and gradients."""
+    shift = math.gcd(ALIGNMENT, *(records[x].pointer for x in ROWWISE if x in records))
     return tuple(
         (
             *(name, x.shape, x.strides, x.dtype),
-            shift % ALIGNMENT if name in CORE else x.pointer % ALIGNMENT,
+            shift % ALIGNMENT if name in ROWWISE else x.pointer % ALIGNMENT,
         )
-        for name, x in records.items()
-        if name not in ("out", "lse")
+        for name, x in ((name, records[name]) for name in call.planned)
     )
+
+
+def _recorded(views: Views, device: int) -> Records:
+    """Return records of arrays of these facts."""
+    return {
+        name: Array(shift, shape, strides, dtype, device, "jax", True, None)
+        for name, shape, strides, dtype, shift in views
+    }
 
 
 Places = tuple[tuple[str, int], ...]  # where Params hold the addresses of other arrays, by name
@@ -177,26 +166,64 @@ Places = tuple[tuple[str, int], ...]  # where Params hold the addresses of other
 
 @functools.lru_cache(maxsize=1024)
 def bound_of(call: Call, views: Views, device: int) -> tuple[Bound, Places]:
-    """Return the launch of a call's kernel, loaded, for arrays of these facts."""
-    records = {
-        name: Array(shift, shape, strides, dtype, device, "jax", True, None)
-        for name, shape, strides, dtype, shift in views
-    }
-    return _bound(records, call)
+    """Return the launch of a forward call's kernel, loaded, for arrays of these facts."""
+    return _bound(call, _recorded(views, device))
 
 
-def _bound(records: Records, call: Call) -> tuple[Bound, Places]:
+def _bound(call: Call, records: Records) -> tuple[Bound, Places]:
     """Return the launch of a call's kernel, loaded, and what moves with a call's arrays."""
     device = records["q"].device
     arch = _jit.compute_capability(device)
-    arrays = {name: x for name, x in records.items() if name != "rng_state"}
-    problem, operands = describe(
-        arrays, arch=arch, rng_state=records.get("rng_state"), **call.options
-    )
+    problem, operands, _ = call.described(records, arch, records.get("rng_state"))
     kernel = select(problem, call.kernel)
     assert kernel.launch is not None
     launch = kernel.launch(problem, operands)
-    numbered = [name for form in call.masks for name in form.names]
-    places = ((x if isinstance(x, str) else numbered[x], at) for x, at in launch.places)
+    named = ((call.numbered[x] if isinstance(x, int) else x, at) for x, at in launch.places)
     with device_guard(device):
-        return bind(launch, device), tuple(places)
+        return bind(launch, device), tuple(named)
+
+
+@functools.lru_cache(maxsize=1024)
+def steps_of(call: Call, views: Views, device: int) -> BoundSteps:
+    """Return the launches of a backward call's kernels, loaded, for arrays of these facts."""
+    records = _recorded(views, device)
+    arch = _jit.compute_capability(device)
+    problem, operands, backward = call.described(records, arch, records.get("rng_state"))
+    kernel = select(problem, call.kernel)
+    assert backward is not None
+    assert kernel.steps is not None
+    steps = kernel.steps(problem, operands, backward)
+    with device_guard(device):
+        return bind_steps(steps, device, call.numbered)
+
+
+def prepared(call: Call) -> Call:
+    """Return a call with its kernels loaded on the GPUs where JAX may run it, and its scratch."""
+    gpus = [device for device in call.devices if device != HOST]
+    if call.backward:
+        scratch = max((_scratch(call, device) for device in gpus), default=0)
+        call = dataclasses.replace(call, scratch=scratch)
+    if call.problem.arch is not None:
+        load = steps_of if call.backward else bound_of
+        for device in gpus:
+            load(call, views_of(call, call.records(device)), device)
+    return call
+
+
+def _scratch(call: Call, device: int) -> int:
+    """Return how many bytes are enough on a GPU, whichever kernel takes the items of ``vmap``.
+
+    They may be of other strides and alignments than the call.
+    """
+    records = call.records(device)
+    arch = _jit.compute_capability(device)
+    problem, operands, backward = call.described(records, arch, records.get("rng_state"))
+    assert backward is not None
+    return max(
+        (
+            scratch_bytes(kernel.steps(problem, operands, backward))
+            for kernel in takers(problem, call.kernel)
+            if kernel.steps is not None
+        ),
+        default=0,
+    )
