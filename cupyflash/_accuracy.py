@@ -8,7 +8,9 @@ to the output dtype, has them, and
 where plain is the same-dtype formula of `reference.plain`, u the unit roundoff of the output dtype,
 rms = sqrt(sum_j P_ij^2 V_j^2) and e(b,h) the largest error of plain, over the (b, h) of the call,
 in units of the size max(|ref| + rms) of each; a sum of nothing or of zeros is exactly 0. Gradients
-likewise, without that; the (b, h) of dbias are those of its own shape. docs/decisions/0004 says why the maximum is not of one head. For the LSE
+likewise, without that; the (b, h) of dbias are those of its own shape. There u is not below the
+roundoff of the inputs, and rms counts what cancels in dP - D + dl. docs/decisions/0004 says why the
+maximum is not of one head, 0005 what is particular to gradients. For the LSE
 
     |lse - ref| <= 1e-5 max(1, |ref|) + 2 max_(b,h) |plain - ref|
 
@@ -23,6 +25,7 @@ direction, and no such bound holds.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -91,8 +94,8 @@ def expected(q: Any, k: Any, v: Any, **options: Any) -> Expected:
     ref, ref_lse = reference.attention(q, k, v, **options)
     plain, plain_lse = reference.plain(q, k, v, **options)
     terms = np.abs(ref) + reference.rms(q, k, v, **options)
-    worst = _worst(packed.pack(_distance(plain, ref)), packed.pack(terms), packed.spans_q)
-    allowed = 2 * packed.unpack(worst, packed.shape_q) + _roundoff(plain.dtype) * terms
+    worst = _worst(_distance(plain, ref), terms, _of_rows(packed, packed.shape_q, packed.spans_q))
+    allowed = 2 * worst + _roundoff(plain.dtype) * terms
     bound = np.where(terms == 0, 0, allowed)
     worst = _largest(packed.pack_lse(_distance(plain_lse, ref_lse)).T[..., None], packed.spans_q)
     allowed = 2 * packed.unpack_lse(worst[..., 0].T)
@@ -123,18 +126,11 @@ def gradients_verdict(
         ref, plain, rms = (getattr(grads, name) for grads in (refs, plains, rmss))
         if got is None or ref is None:
             continue
-        distance = _distance(plain, ref)
-        if name in ("dq", "dk", "dv"):
-            shape = packed.shape_q if name == "dq" else packed.shape_k
-            spans = packed.spans_q if name == "dq" else packed.spans_k
-            terms = packed.pack(np.abs(ref) + rms)
-            distance = packed.unpack(_worst(packed.pack(distance), terms, spans), shape)
-        elif distance.size:  # all positions of a head are its elements
-            heads = distance.shape[:-2] if name == "dbias" else distance.shape
-            parts = (x.reshape(1, math.prod(heads), -1) for x in (distance, np.abs(ref) + rms))
-            ones = (1,) * (distance.ndim - len(heads))
-            distance = _worst(*parts, [Span(0, 1)]).reshape((*heads, *ones))
-        bound = 2 * distance + _roundoff(plain.dtype) * (np.abs(ref) + rms)
+        terms = np.abs(ref) + rms
+        worst = 2 * _worst(_distance(plain, ref), terms, _heads(name, packed, ref.ndim))
+        # P, dt and out are kept in the dtype of the inputs, whatever that of a bias or a sink is.
+        u = max(_roundoff(plain.dtype), _roundoff(plains.dq.dtype))
+        bound = worst + u * terms
         comparisons.append(_compare(name, got, ref, plain.dtype, bound))
     return _conclude(*comparisons)
 
@@ -157,10 +153,13 @@ def _distance(x: np.ndarray, ref: np.ndarray) -> np.ndarray:
     return np.abs(np.where(finite, x, 0) - np.where(finite, ref, 0))
 
 
-def _worst(distance: np.ndarray, terms: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Return, for every row of packed (total, heads, n), e of its sequence and head."""
-    size = _largest(np.where(np.isfinite(terms), terms, 0), spans)
-    share = np.divide(_largest(distance, spans), size, out=np.zeros_like(size), where=size > 0)
+Largest = Callable[[np.ndarray], np.ndarray]
+
+
+def _worst(distance: np.ndarray, terms: np.ndarray, largest: Largest) -> np.ndarray:
+    """Return e of the head of each element; `largest` gives the maximum of each element's head."""
+    size = largest(np.where(np.isfinite(terms), terms, 0))
+    share = np.divide(largest(distance), size, out=np.zeros_like(size), where=size > 0)
     return share.max(initial=0) * size
 
 
@@ -171,6 +170,21 @@ def _largest(values: np.ndarray, spans: list[Span]) -> np.ndarray:
         rows = slice(first, first + length)
         largest[rows] = values[rows].max(axis=(0, 2), initial=0, keepdims=True)
     return largest
+
+
+def _of_rows(packed: Packed, shape: tuple[int, ...], spans: list[Span]) -> Largest:
+    """Return `_largest` of arrays in the caller's layout."""
+    return lambda values: packed.unpack(_largest(packed.pack(values), spans), shape)
+
+
+def _heads(name: str, packed: Packed, rank: int) -> Largest:
+    """Return the maximum over the elements of a gradient that are of one head."""
+    if name == "dq":
+        return _of_rows(packed, packed.shape_q, packed.spans_q)
+    if name in ("dk", "dv"):
+        return _of_rows(packed, packed.shape_k, packed.spans_k)
+    axes = tuple(range(rank))[-2:] if name == "dbias" else ()
+    return lambda values: values.max(axis=axes, initial=0, keepdims=True)
 
 
 def _compare(name: str, got: Any, ref: np.ndarray, dtype: Any, bound: np.ndarray) -> _Comparison:

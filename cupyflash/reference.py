@@ -120,8 +120,8 @@ def plain_backward(
 ) -> Gradients:
     """Return the same-dtype gradients, from out and lse as the forward pass rounds them.
 
-    P is exp(s - lse) with the lse in X, and D is of the rounded out; P and dt are rounded as P in
-    `plain`.
+    P is exp(s - lse) with the lse in X, of scores that were summed in another order, and D is of
+    the rounded out; P and dt are rounded as P in `plain`.
     """
     packed = Packed(q, k, v, options)
     dq, dk, dv, dbias, dsink = _backward(packed, dout, dlse, _same_dtype(packed.dtype))
@@ -142,7 +142,10 @@ def rms(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
 def rms_backward(
     dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
 ) -> Gradients:
-    """Return, for every gradient, the root of the summed squares of the terms it is a sum of."""
+    """Return, for every gradient, the root of the summed squares of the terms it is a sum of.
+
+    dP, D and dl are terms each: between them they may cancel.
+    """
     return _backward(Packed(q, k, v, options), dout, dlse, EXACT, power=2)
 
 
@@ -228,9 +231,9 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         q, k, v = packed.load(at, a.compute)
         do, dl = (x.astype(a.compute) for x in (dout[at.rows, at.h], dlse[at.h, at.rows]))
         s, dcap = _scores(packed, at, q, k, a)
-        visible, p, lse, sink = _softmax(s, packed.sink[at.h])
-        if a.store is not None:  # rounded to X as an array of it is
-            p = np.where(visible, np.exp(s - lse[:, None]), 0)
+        visible, p, _, sink = _softmax(s, packed.sink[at.h])
+        if a.store is not None:
+            p, sink = _recomputed(packed, at, q, k, a, s, sink)
         keep = packed.keep(at)
         pz = a.round(p) * keep
         dp = np.where(visible, keep * (do @ v.T) * packed.rescale, 0)
@@ -238,12 +241,16 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         if a.store is not None:
             out = _visible_sum(pz, v, visible, a) * packed.rescale
             delta = (do * a.round(out)).sum(axis=1)
-        ds = np.where(visible, p * (dp + (dl - delta)[:, None]), 0)
+        row = dl - delta
+        ds = np.where(visible, p * (dp + row[:, None]), 0)
+        if power == 2:
+            row = np.sqrt(dl**2 + delta**2)
+            ds = np.where(visible, p * np.sqrt(dp**2 + row[:, None] ** 2), 0)
         dt = a.round(np.where(visible, ds * dcap, 0))
         dv[at.keys, at.h_k] += _visible_sum(pz.T, do, visible.T, a, power) * rescale
         dq[at.rows, at.h] = _visible_sum(dt, k, visible, a, power) * scale
         dk[at.keys, at.h_k] += _visible_sum(dt.T, q, visible.T, a, power) * scale
-        dsink[at.h] += ((sink * (dl - delta)) ** power).sum()
+        dsink[at.h] += ((sink * row) ** power).sum()
         tile = at.tile(dbias)
         broadcast = tuple(axis for axis in (0, 1) if tile.shape[axis] == 1)
         tile += (ds**power).sum(axis=broadcast, keepdims=True)
@@ -300,6 +307,20 @@ def _softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, ...]:
     lse = np.where(blind, sink, m + np.log(total))
     e_sink = np.where(blind, sink != -np.inf, e_sink / safe)
     return visible, np.where(visible, e / safe[:, None], 0), lse, e_sink
+
+
+def _recomputed(
+    packed: Packed, at: Block, q: np.ndarray, k: np.ndarray, a: Arithmetic, s: np.ndarray, sink: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return P and the sink's weight by an lse, of a forward pass whose scores rounded otherwise.
+
+    `sink` is the weight without that; it stays in rows that see nothing.
+    """
+    other = a._replace(order=slice(None, None, -(a.order.step or 1)))
+    visible, _, lse, _ = _softmax(_scores(packed, at, q, k, other)[0], packed.sink[at.h])
+    weight = np.exp(s.dtype.type(packed.sink[at.h]) - lse)
+    p = np.where(visible, np.exp(s - lse[:, None]), 0)
+    return p, np.where(visible.any(axis=1), weight, sink)
 
 
 def _visible_sum(
