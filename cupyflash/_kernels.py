@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _backward_sm90, _cpu, _forward_sm80, _forward_sm90, reference
+from . import _backward_sm90, _cpu, _cpu_backward, _forward_sm80, _forward_sm90, reference
 from ._array import Array, host_dtype
 from ._array.host import host_view
 from ._forward import MAX_HEAD_DIM, refuse_dtype
@@ -218,6 +218,18 @@ def _run_cpu(problem: Problem, operands: Operands, lse: np.ndarray | None) -> No
     )
 
 
+def _run_cpu_backward(problem: Problem, operands: Operands, backward: Backward) -> None:
+    views = {"dlse": None, "dbias": None, "dsink": None, **_views(problem, operands)}
+    views |= {name: host_view(x) for name, x in backward._asdict().items() if x is not None}
+    _cpu_backward.attention_backward(
+        band=problem.band,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        **views,
+    )
+
+
 def _reference_options(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Return the arguments of the oracle but out and gradients; packed arrays have three axes."""
     views = _views(problem, operands)
@@ -312,15 +324,26 @@ BACKWARD_SM90 = Kernel(
     steps=_backward_sm90.steps,
 )
 
-# The rows of kernels of a GPU and the tiled path of the CPU stand above this one.
+CPU_BACKWARD = Kernel(
+    name="cpu",
+    op="backward",
+    arch=None,
+    needs=f"arrays in host memory; {', '.join(FLOATS)}; every option; always deterministic",
+    unsupported=_host_floats,
+    run=_run_cpu_backward,
+)
+
 REFERENCE_BACKWARD = Kernel(
     name="reference",
     op="backward",
     arch=None,
-    needs=f"arrays in host memory; {', '.join(FLOATS)}; every option; slow, in fp64",
+    needs=f"to be named; arrays in host memory; {', '.join(FLOATS)}; every option; slow, in fp64",
     unsupported=_host_floats,
+    automatic=False,
     run=_run_reference_backward,
 )
 
-KERNELS = (FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, BACKWARD_SM90, REFERENCE_BACKWARD)
+KERNELS = (
+    FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, BACKWARD_SM90, CPU_BACKWARD, REFERENCE_BACKWARD,
+)  # fmt: skip
 HOST_KERNELS = tuple(dict.fromkeys(kernel.name for kernel in KERNELS if kernel.arch is None))

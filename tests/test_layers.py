@@ -21,7 +21,8 @@ FLOORS = (
     {
         "_problem", "_problem_backward", "_scalars", "_views", "_plans", "_launch", "_steps",
         "_unit", "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
-        "_modifiers", "_online", "_sequences", "_tiles", "_backward_delta", "_backward_sm90",
+        "_cpu_backward", "_modifiers", "_online", "_sequences", "_tile_gradients", "_tiles",
+        "_backward_delta", "_backward_sm90",
     },
     {"_kernels", "_emulator"},
     {"_jax"},
