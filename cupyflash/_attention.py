@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from . import _explain, _kernels, _versions
+from . import _explain, _kernels, _torch, _versions
 from ._call import call
 from ._explain import Explanation
 from ._kernels import KernelInfo
@@ -181,7 +181,10 @@ def attention(
         softmax_scale, causal, window_size, alignment, softcap, dropout_p, layout, deterministic,
         kernel,
     )  # fmt: skip
-    return call(q, k, v, out, return_lse, scalars, extras, masks)
+    result = call(q, k, v, out, return_lse, scalars, extras, masks)
+    if result is NotImplemented:
+        return _torch.attention(q, k, v, out, return_lse, scalars, extras, masks)
+    return result
 
 
 def attention_varlen(
@@ -296,7 +299,10 @@ def attention_varlen(
         softmax_scale, causal, window_size, alignment, softcap, dropout_p, "bshd", deterministic,
         kernel,
     )  # fmt: skip
-    return call(q, k, v, out, return_lse, scalars, extras, masks)
+    result = call(q, k, v, out, return_lse, scalars, extras, masks)
+    if result is NotImplemented:
+        return _torch.attention(q, k, v, out, return_lse, scalars, extras, masks)
+    return result
 
 
 def emulate(*, seed: int = 0, arch: int | str = 90) -> "AbstractContextManager[Session]":

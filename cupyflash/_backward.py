@@ -19,6 +19,7 @@ from ._facts import (
     is_plain,
     kept,
     layout_of,
+    same_kind,
     scalars_key,
     uploaded,
 )
@@ -26,7 +27,7 @@ from ._kernels import HOST_KERNELS, select
 from ._launch import EMULATOR
 from ._plans import Recent
 from ._problem import Extent, Form, Operands, Problem, extents, host_metadata, is_metadata
-from ._problem_backward import EXTRA, Backward, describe_backward, refuse_float8
+from ._problem_backward import EXTRA, INPUTS, Backward, describe_backward, refuse_float8
 from ._scalars import recorded_state, refuse_gradient
 from ._steps import BoundSteps, bind_steps
 from .reference import Gradients
@@ -37,7 +38,6 @@ PLANS = Recent(1024)
 
 ROWWISE = ("q", "k", "v", "dout", "out")  # what kernels read with a contiguous last dimension
 DENSE = ("lse",)  # what they read as C-contiguous
-INPUTS = {"dq": "q", "dk": "k", "dv": "v"} | EXTRA  # by the name of the gradient
 
 
 class Request(NamedTuple):
@@ -89,7 +89,7 @@ def call(
     adapter = adapter_of(q, "q")
     key, extras, plan = None, NONE, None
     request = Request(arrays, scalars, masks, wanted)
-    if adapter.framework == "jax" or (adapter.foreign and type(q) is not Array):
+    if adapter.elsewhere:
         return _elsewhere(adapter, request)
     try:
         if adapter.device(q) != HOST:
@@ -113,7 +113,7 @@ def _facts(adapter: Adapter, request: Request) -> tuple[Any, Extras]:
     kind, facts, words, alignment = type(rest["q"]), [], {}, 0
     for name in ROWWISE:
         x = rest.pop(name)
-        if type(x) is not kind:
+        if not same_kind(adapter, kind, x):
             raise TypeError("an array of another kind")
         at = adapter.pointer(x)
         alignment |= at

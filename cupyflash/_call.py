@@ -20,6 +20,7 @@ from ._facts import (
     layout_of,
     lse_shape,
     named_places,
+    same_kind,
     scalars_key,
     uploaded,
 )
@@ -36,7 +37,7 @@ from ._problem import (
     host_metadata,
     is_metadata,
 )
-from ._scalars import factor, flag, recorded_state, refuse_gradient
+from ._scalars import factor, flag, recorded_state
 from ._views import span
 
 __all__ = ["PLANS", "call"]
@@ -95,6 +96,7 @@ def call(
     scalars: tuple[Any, ...],
     extras: dict[str, Any],
     masks: tuple[Form, ...] = (),
+    settled: bool = False,
 ) -> Any:
     """Compute attention.
 
@@ -108,10 +110,12 @@ def call(
         The other array arguments that are not None, by name, those of masks, and rng_state.
     masks : tuple of Form
         What extras has the arrays of.
+    settled : bool
+        Whether the arrays' framework has nothing to do for this call, which is as good as unseen.
 
     Returns
     -------
-    out, or (out, lse)
+    out, or (out, lse); or NotImplemented where PyTorch has to make the call its own: `_torch` does.
     """
     if not Dynamo.hidden and "torch._dynamo" in sys.modules:
         Dynamo.hide()
@@ -119,9 +123,13 @@ def call(
     if type(return_lse) is not bool:
         return_lse = flag("return_lse", return_lse)
     kind, key = type(q), None
-    if adapter.framework == "jax" or (adapter.foreign and kind is not Array):
+    if adapter.elsewhere:
         return _elsewhere(adapter, Request(q, k, v, out, return_lse, scalars, extras, masks))
-    if type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
+    if not settled and adapter.present is not None and adapter.present():
+        return NotImplemented
+    if (type(k) is kind and type(v) is kind and (out is None or type(out) is kind)) or all(
+        same_kind(adapter, kind, x) for x in (k, v, q if out is None else out)
+    ):
         others = NONE
         try:
             key, pointers = _facts(adapter, q, k, v, out, scalars)
@@ -136,7 +144,10 @@ def call(
                 return _copied(plan, adapter, pointers, out, return_lse, others)
             words = plan.words(others) if extras else ()
             return _replay(plan, adapter, pointers, out, return_lse, words)
-    return _cold(adapter, Request(q, k, v, out, return_lse, scalars, extras, masks), key)
+    request = Request(q, k, v, out, return_lse, scalars, extras, masks)
+    if not settled and adapter.steps_in((q, k, v, out, *extras.values())):
+        return NotImplemented
+    return _cold(adapter, request, key)
 
 
 def _facts(
@@ -223,7 +234,6 @@ def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
             x = _filled(adapter, factor(name, x), arrays["q"].device)
         own = adapter_of(x, name)
         arrays[name] = own.array(x, name)
-        refuse_gradient(own, x, name)
     options = dict(zip(SCALARS, request.scalars, strict=True))
     options["rng_state"] = recorded_state(request.extras.get("rng_state"))
     options["masks"] = request.masks
@@ -290,7 +300,7 @@ def _on_device(
     kernel = select(problem, name)
     if any(array.strides[3] != 1 for array in operands[:3]):
         q, k, v = (kept(adapter, adapter.contiguous_last(x), device) for x in request[:3])
-        return call(q, k, v, *request[3:])
+        return call(q, k, v, *request[3:], settled=True)
     hosted = {x: array for x, array in arrays.items() if is_metadata(x) and array.device == HOST}
     copies = uploaded(adapter, hosted, device)
     if copies:

@@ -11,7 +11,7 @@ import numpy as np
 from . import _jit
 from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
 from ._facts import SCALARS, lse_shape
-from ._kernels import rejections, select
+from ._kernels import backward_name, rejections, select
 from ._launch import Launch, load
 from ._problem import (
     BROADCAST,
@@ -28,8 +28,8 @@ from ._problem import (
     shapes,
     stand_in,
 )
-from ._problem_backward import Backward, describe_backward
-from ._scalars import architecture, flag, hint, recorded_state, refuse_gradient
+from ._problem_backward import INPUTS, Backward, describe_backward
+from ._scalars import architecture, flag, hint, no_gradient, recorded_state
 from .errors import (
     CompileFailed,
     DeviceUnavailable,
@@ -247,14 +247,24 @@ def _results(problem: Problem, records: Mapping[str, Array]) -> dict[str, Array]
 
 def supports(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether some kernel computes a call, whose arguments are right."""
-    request = resolve(arrays, *split(arguments))
+    sizes, options = split(arguments)
+    request = resolve(arrays, sizes, options)
     named = {**dict(zip(("q", "k", "v"), arrays, strict=True)), **arguments}
+    given = {name: named.get(name) for name in ("q", "k", "v", *EXTRAS, "out")}
     try:
-        for name in ("q", "k", "v", *EXTRAS, "out"):
-            x = named.get(name)
-            if hasattr(x, "shape"):
-                refuse_gradient(adapter_of(x, name), x, name)
         select(request.problem, request.kernel)
+        differentiated = [
+            name
+            for name, x in given.items()
+            if hasattr(x, "shape") and adapter_of(x, name).grad_needed(x)
+        ]
+        for name in differentiated:
+            if name not in INPUTS.values():
+                raise no_gradient(name)
+        if differentiated:
+            options |= {"backward": True, "kernel": backward_name(options.get("kernel"))}
+            request = resolve(arrays, sizes, options)
+            select(request.problem, request.kernel)
     except UnsupportedProblem:
         return False
     return True

@@ -30,7 +30,7 @@ from .errors import InvalidArgument
 
 __all__ = [
     "NONE", "SCALARS", "Allocation", "Extras", "Words", "copied", "extras_of", "is_plain", "kept",
-    "layout_of", "lse_shape", "named_places", "scalars_key", "uploaded",
+    "layout_of", "lse_shape", "named_places", "same_kind", "scalars_key", "uploaded",
 ]  # fmt: skip
 
 # The arguments that are no arrays, in the order in which calls take them.
@@ -81,13 +81,18 @@ def is_plain(scalars: Iterable[Any]) -> bool:
     return PLAIN.issuperset(map(type, scalars))
 
 
+def same_kind(adapter: Adapter, kind: type, x: Any) -> bool:
+    """Whether an array is one of q's adapter: of q's class, or another that is as plain."""
+    return type(x) is kind or type(x) in adapter.plain
+
+
 def extras_of(adapter: Adapter, kind: type, extras: Mapping[str, Any]) -> Extras:
     """Return what a plan needs of the other arguments; TypeError where there can be no plan."""
     facts: list[Any] = []
     words: Words = {}
     hosted: dict[str, Array] = {}
     for name, x in extras.items():
-        if type(x) is kind and adapter.device(x) != HOST:
+        if same_kind(adapter, kind, x) and adapter.device(x) != HOST:
             at = adapter.pointer(x)
             facts.append((name, adapter.facts(x), at if name in DESCALES else at & 7))
             words[name] = (at,)

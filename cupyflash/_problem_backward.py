@@ -19,9 +19,10 @@ from ._problem import (
 from ._views import permuted
 from .errors import UnsupportedProblem
 
-__all__ = ["EXTRA", "Backward", "describe_backward", "refuse_float8"]
+__all__ = ["EXTRA", "INPUTS", "Backward", "describe_backward", "refuse_float8"]
 
 EXTRA = {"dbias": "attn_bias", "dsink": "learnable_sink"}  # gradients that may be wanted, of what
+INPUTS = {"dq": "q", "dk": "k", "dv": "v", **EXTRA}  # every gradient, of what
 
 
 class Backward(NamedTuple):

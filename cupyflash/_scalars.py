@@ -22,6 +22,7 @@ __all__ = [
     "hint",
     "integer",
     "is_array",
+    "no_gradient",
     "number",
     "random_state",
     "recorded_state",
@@ -90,7 +91,7 @@ def drawn_state(q: Any, dropout_p: Any) -> Any:
     adapter = adapter_of(q, "q")
     if adapter.draw is None or not threshold(number("dropout_p", dropout_p)):
         return None
-    return adapter.draw(adapter.array(q, "q").device)
+    return adapter.draw(q)
 
 
 def architecture(arch: Any) -> int:
@@ -145,10 +146,15 @@ def factor(name: str, value: Any) -> float | None:
 def refuse_gradient(adapter: Adapter, x: Any, name: str, function: str = "attention") -> None:
     """Raise where the caller's framework would differentiate through an argument."""
     if adapter.grad_needed(x):
-        raise UnsupportedProblem(
-            f"`{name}` requires a gradient, which {function} does not compute: pass "
-            f"`{name}.detach()` or call it under torch.no_grad()"
-        )
+        raise no_gradient(name, function)
+
+
+def no_gradient(name: str, function: str = "attention") -> UnsupportedProblem:
+    """Return the error where an argument requires a gradient that is not computed."""
+    return UnsupportedProblem(
+        f"`{name}` requires a gradient, which {function} does not compute: pass "
+        f"`{name}.detach()` or call it under torch.no_grad()"
+    )
 
 
 def flag(name: str, value: Any) -> bool:

@@ -277,22 +277,6 @@ def test_torch_heads_first_comes_back_heads_first(torch: Any, rng: np.random.Gen
 
 
 @pytest.mark.frameworks
-def test_a_gradient_that_is_wanted_is_an_error(torch: Any) -> None:
-    x = torch.zeros(1, 3, 2, 8)
-    k = torch.zeros(1, 3, 2, 8, requires_grad=True)
-    with pytest.raises(UnsupportedProblem, match=r"`k` requires a gradient.*`k.detach\(\)`"):
-        attention(x, k, x)
-    assert not attention(x, k.detach(), x).requires_grad
-    with torch.no_grad():
-        assert not attention(x, k, x).requires_grad
-    with torch.inference_mode():
-        attention(x, x, x)
-    bias = torch.zeros(3, 3, requires_grad=True)
-    with pytest.raises(UnsupportedProblem, match="`attn_bias` requires a gradient"):
-        attention(x, x, x, attn_bias=bias)
-
-
-@pytest.mark.frameworks
 def test_frameworks_do_not_mix(torch: Any) -> None:
     x = torch.zeros(1, 3, 2, 8)
     with pytest.raises(InvalidArgument, match=r"`k` is a numpy array .* and `q` is a torch array"):

@@ -1,4 +1,4 @@
-"""What only PyTorch has: gradients, subclasses, tensors without memory, lazy views."""
+"""What only PyTorch has: subclasses, tensors without memory, lazy views, generators."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kits import KITS, opened
 from kits import params as kits
 
 import cupyflash
-from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem
+from cupyflash import InvalidArgument, InvalidType
 from cupyflash._array import adapter_of
 from cupyflash.masks import All, Mask, PrefixLM, Segments
 
@@ -59,26 +59,8 @@ def test_allocation_in_any_order() -> None:
     assert (x.dtype, x.stride(), x.device.type) == (torch.bfloat16, (96, 8, 24, 1), "cpu")
 
 
-def test_a_gradient_is_refused_and_never_dropped() -> None:
-    q = tensor(requires_grad=True)
-    for arrays in [(q, tensor(), tensor()), (tensor(), q, tensor()), (tensor(), tensor(), q)]:
-        with pytest.raises(UnsupportedProblem, match="requires a gradient"):
-            cupyflash.attention(*arrays)
-        with torch.no_grad():
-            expected = cupyflash.attention(*arrays)
-        # The plan of the call without a gradient does not serve the one with.
-        with pytest.raises(UnsupportedProblem, match="requires a gradient"):
-            cupyflash.attention(*arrays)
-    assert not expected.requires_grad
-    torch.testing.assert_close(attend(q.detach()), expected)
-    with torch.inference_mode():
-        torch.testing.assert_close(attend(tensor()), expected)
-
-
 def test_parameters_are_tensors() -> None:
     q = torch.nn.Parameter(tensor())
-    with pytest.raises(UnsupportedProblem, match="requires a gradient"):
-        attend(q)
     with torch.no_grad():
         out = attend(q)
     assert type(out) is torch.Tensor
@@ -113,17 +95,6 @@ def test_tensors_without_memory_are_refused() -> None:
 def test_nested_tensors_are_refused() -> None:
     with pytest.raises(InvalidType, match="`q` must be a strided tensor, got a nested one"):
         attend(torch.nested.nested_tensor([tensor(5, 2, 8), tensor(3, 2, 8)]))
-
-
-def test_transforms_of_functions_are_refused() -> None:
-    words = "`q` is a tensor inside a torch.func transform"
-    attend(tensor())
-    with pytest.raises(InvalidType, match=words):
-        torch.vmap(attend)(tensor(3, *SHAPE))
-    with pytest.raises((InvalidType, UnsupportedProblem)):
-        torch.func.grad(lambda q: attend(q).sum())(tensor())
-    with pytest.raises(InvalidType, match=words):
-        torch.func.functionalize(attend)(tensor())
 
 
 def test_lazy_views_are_refused() -> None:
@@ -203,10 +174,8 @@ def test_compiled_code_calls_packed_attention_as_it_is() -> None:
         assert torch.equal(compiled(q, ends), block(q, ends))
 
 
-def test_packed_attention_refuses_gradients_and_draws_its_dropout() -> None:
+def test_packed_attention_draws_its_dropout() -> None:
     q, ends = torch.ones(40, 2, 8), torch.tensor([0, 10, 40])
-    with pytest.raises(UnsupportedProblem, match="`k` requires a gradient"):
-        cupyflash.attention_varlen(q, q.clone().requires_grad_(), q, ends, ends)
     drawn = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
@@ -253,17 +222,6 @@ def test_a_capture_is_noticed(cuda: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_gradients_are_refused_on_a_gpu_too(cuda: Any) -> None:
-    x = cuda.put(np.ones(SHAPE, np.float16))
-    expected = cupyflash.attention(x, x, x)
-    with pytest.raises(UnsupportedProblem, match="requires a gradient"):
-        cupyflash.attention(x.clone().requires_grad_(), x, x)
-    again = cupyflash.attention(x, x, x)
-    assert torch.equal(again, expected)
-    assert not again.requires_grad
-
-
-@pytest.mark.gpu
 def test_lazy_views_are_refused_on_a_gpu_too(cuda: Any) -> None:
     x = cuda.put(np.ones(SHAPE, np.float32))
     cupyflash.attention(x, x, x)
@@ -281,22 +239,6 @@ def test_nothing_is_allocated_beside_torch(cuda: Any) -> None:
     used = cupy.get_default_memory_pool().total_bytes()
     cupyflash.attention(spread, q, q, return_lse=True)
     assert cupy.get_default_memory_pool().total_bytes() == used
-
-
-@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
-def test_a_gradient_of_a_scalar_is_refused_too(name: str) -> None:
-    options = {name: torch.tensor(0.5, requires_grad=True), "rng_state": (1, 2)}
-    with pytest.raises(UnsupportedProblem, match=f"^`{name}` requires a gradient"):
-        cupyflash.attention(tensor(), tensor(), tensor(), **options)
-    with torch.no_grad():
-        cupyflash.attention(tensor(), tensor(), tensor(), **options)
-
-
-def test_supports_says_no_to_a_gradient() -> None:
-    q = tensor(requires_grad=True)
-    assert not cupyflash.supports(q, tensor(), tensor())
-    with torch.no_grad():
-        assert cupyflash.supports(q, tensor(), tensor())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1.0}], ids=str)

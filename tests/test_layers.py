@@ -26,7 +26,10 @@ FLOORS = (
     },
     {"_kernels", "_emulator"},
     {"_jax"},
-    {"_attention", "_backward", "_call", "_explain", "_facts", "_gradients", "_versions"},
+    {
+        "_attention", "_backward", "_call", "_explain", "_facts", "_gradients", "_torch",
+        "_versions",
+    },
     {"_check", "_check_emulated", "_bench"},
     {"cli", "_console"},
 )  # fmt: skip

@@ -48,9 +48,11 @@ class Adapter(abc.ABC):
     """
 
     framework: ClassVar[str]
-    foreign: ClassVar[bool] = False  # arrays must pass `admit` first, results `deliver` last
+    elsewhere: bool = False  # calls go by JAX, or arrays by `admit` and results by `deliver`
     plain: tuple[type, ...] = ()  # the classes that are taken; empty: all that are recognised
-    draw: Callable[[int], Any] | None = None  # a random state from a device's generator
+    draw: Callable[[Any], Any] | None = None  # a random state, by the generator of x's device
+    # Whether the framework has a part in every call made here, whatever its arrays: see `steps_in`.
+    present: Callable[[], bool] | None = None
 
     @abc.abstractmethod
     def facts(self, x: Any) -> tuple[Any, ...]:
@@ -117,6 +119,10 @@ class Adapter(abc.ABC):
 
     def grad_needed(self, x: Any) -> bool:
         """Whether the framework would differentiate through ``x`` here."""
+        return False
+
+    def steps_in(self, arrays: Iterable[Any]) -> bool:
+        """Whether the framework must make this call its own: it would differentiate or map it."""
         return False
 
     def admit(self, x: Any, name: str) -> Any:

@@ -28,10 +28,10 @@ class ForeignAdapter(Adapter):
     """
 
     framework = "dlpack"
-    foreign = True
     protocols = ("__cuda_array_interface__", "__dlpack__")
 
     def __init__(self, kind: type) -> None:
+        self.elsewhere = kind is not Array
         self._library = kind.__module__.partition(".")[0]
 
     def admit(self, x: Any, name: str) -> Array:

@@ -13,6 +13,7 @@ class JaxAdapter(Adapter):
     """Immutable arrays: always C-contiguous, and never an output."""
 
     framework = "jax"
+    elsewhere = True
 
     def facts(self, x: Any) -> tuple[Any, ...]:
         return (x.shape, x.dtype)

@@ -1,6 +1,7 @@
 """PyTorch tensors, on the CPU and on CUDA devices; torch is found in ``sys.modules``."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class TorchAdapter(Adapter):
         self._names = {dtype: n for n, dtype in self._dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
         self._tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+        forward_ad, autocast = torch.autograd.forward_ad, torch.is_autocast_enabled
+        # Of a warm call, which is on CUDA: `steps_in` asks the rest.
+        self.present = lambda: autocast() or forward_ad._current_level >= 0
         # What PyTorch's own compiled code asks; the public way makes a Stream object each time.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         public = lambda device: torch.cuda.current_stream(device).cuda_stream  # noqa: E731
@@ -137,10 +141,14 @@ class TorchAdapter(Adapter):
     def capturing(self, device: int) -> bool:
         return bool(self._torch.cuda.is_current_stream_capturing())
 
-    def draw(self, device: int) -> Any:
-        if device == HOST:
-            return int(self._torch.randint(2**63 - 1, (), device="cpu")), 0
-        return self._torch.randint(2**63 - 1, (2,), device=device)
+    def draw(self, x: Any) -> Any:
+        return self._torch.randint(2**63 - 1, (2,), device=x.device)
 
     def grad_needed(self, x: Any) -> bool:
         return bool(x.requires_grad and self._grad_enabled())
+
+    def steps_in(self, arrays: Iterable[Any]) -> bool:
+        torch = self._torch
+        if torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu"):
+            return True
+        return self._grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
