@@ -34,7 +34,16 @@ import numpy as np
 from . import reference
 from ._packed import Packed, Span
 
-__all__ = ["Expected", "Verdict", "assert_accurate", "expected", "gradients_verdict", "verdict"]
+__all__ = [
+    "Expected",
+    "ExpectedGradients",
+    "Verdict",
+    "assert_accurate",
+    "expected",
+    "expected_gradients",
+    "gradients_verdict",
+    "verdict",
+]
 
 FP8_SUMS = 2.0**-13  # what the tensor cores lose of the sizes that they add
 
@@ -112,6 +121,33 @@ def gradients_verdict(
 
     A gradient that is None is not judged.
     """
+    return expected_gradients(dout, q, k, v, dlse=dlse, **options).verdict(gradients)
+
+
+class ExpectedGradients(NamedTuple):
+    """What the gradients of a call should be, and how far off an element may be; None for none."""
+
+    refs: reference.Gradients
+    dtypes: reference.Gradients
+    bounds: reference.Gradients
+
+    def verdict(self, gradients: Any) -> Verdict:
+        """Hold gradients against it; one that is None is not judged."""
+        return _conclude(
+            *(
+                _compare(name, got, *expected)
+                for name, got, *expected in zip(
+                    reference.Gradients._fields, gradients, *self, strict=True
+                )
+                if got is not None and expected[0] is not None
+            )
+        )
+
+
+def expected_gradients(
+    dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
+) -> ExpectedGradients:
+    """Return what `gradients_verdict` holds gradients of one call against, to judge several."""
     packed = Packed(q, k, v, options)
     refs, plains, rmss = (
         function(dout, q, k, v, dlse=dlse, **options)
@@ -121,18 +157,18 @@ def gradients_verdict(
             reference.rms_backward,
         )
     )
-    comparisons = []
-    for name, got in zip(reference.Gradients._fields, gradients, strict=True):
-        ref, plain, rms = (getattr(grads, name) for grads in (refs, plains, rmss))
-        if got is None or ref is None:
+    bounds: list[Any] = []
+    for name, ref, plain, rms in zip(refs._fields, refs, plains, rmss, strict=True):
+        if ref is None:
+            bounds.append(None)
             continue
         terms = np.abs(ref) + rms
         worst = 2 * _worst(_distance(plain, ref), terms, _heads(name, packed, ref.ndim))
         # P, dt and out are kept in the dtype of the inputs, whatever that of a bias or a sink is.
         u = max(_roundoff(plain.dtype), _roundoff(plains.dq.dtype))
-        bound = worst + u * terms
-        comparisons.append(_compare(name, got, ref, plain.dtype, bound))
-    return _conclude(*comparisons)
+        bounds.append(worst + u * terms)
+    dtypes = (None if plain is None else plain.dtype for plain in plains)
+    return ExpectedGradients(refs, reference.Gradients(*dtypes), reference.Gradients(*bounds))
 
 
 def assert_accurate(out: Any, lse: Any, q: Any, k: Any, v: Any, **options: Any) -> None:

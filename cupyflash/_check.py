@@ -1,8 +1,8 @@
 """`cupyflash check`: real attention over a table of cases, held to the fp64 oracle.
 
-Every case runs on the CPU path and, where there is a GPU, on every kernel of the dispatch table
-that runs on its architecture. The accuracy rule of `_accuracy` decides; a kernel that refuses a
-case says so with a reason, but a kernel that took no case at all has failed.
+Every case, forward and backward, runs on the CPU path and, where there is a GPU, on every kernel of
+the dispatch table that runs on its architecture. The accuracy rule of `_accuracy` decides; a kernel
+that refuses a case says so with a reason, but a kernel that took no case at all has failed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from . import _accuracy, _jit, _kernels
+from . import _accuracy, _jit, _kernels, reference
 from ._attention import attention, attention_varlen, warmup
 from ._bench import environment
 from ._bench.case import Case
 from ._bench.runner import clock, cupy_array, cupy_host
 from ._bench.timing import HostClock
+from ._gradients import attention_backward
+from ._kernels import Kernel
+from ._problem import DESCALES
 from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
 from .masks import Mask, PrefixLM, Segments
 
 Features = tuple[str, ...]
 TIMING_S = 0.05  # per case and kernel
+NO_CASE = "it took no case of the table"
 COLOURS = {"ok": "green", "failed": "bold red", "unsupported": "dim"}
 
 # fmt: off
@@ -113,6 +117,12 @@ class Outcome:
     gflops: float | None = None
     message: str = ""
     moved: dict[str, int | None] | None = None  # on the emulator: what the launch did
+    op: str = "forward"
+
+    @property
+    def label(self) -> str:
+        """The kernel for people: of the host two have one name."""
+        return self.kernel if self.op == "forward" else f"{self.kernel} ({self.op})"
 
 
 @dataclass(frozen=True)
@@ -143,10 +153,32 @@ class Inputs:
         """What the oracle says of every kernel's result."""
         return _accuracy.expected(self.q, self.k, self.v, **self.options)
 
+    @functools.cached_property
+    def seeds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients of a loss by the output and by the log-sum-exp."""
+        rng = np.random.default_rng(2027)
+        *batch, length, heads, _ = self.q.shape
+        dout = rng.standard_normal((*self.q.shape[:-1], self.v.shape[-1]), np.float32)
+        dlse = rng.standard_normal((*batch, heads, length))
+        return dout.astype(reference.output_dtype(self.q.dtype)), dlse.astype(
+            np.float64 if self.q.dtype == np.float64 else np.float32
+        )
+
+    @functools.cached_property
+    def expected_gradients(self) -> _accuracy.ExpectedGradients:
+        """What the oracle says of every kernel's gradients."""
+        dout, dlse = self.seeds
+        return _accuracy.expected_gradients(dout, self.q, self.k, self.v, dlse=dlse, **self.options)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether heads come before the length where the call has its arrays."""
+        return self.layout == "bhsd"
+
     def placed(self, place: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return q, k and v as they lie in the layout, and the options of the call."""
         arrays = [self.q, self.k, self.v]
-        if self.layout == "bhsd":
+        if self.swapped:
             arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
 
         def put(value: Any) -> Any:
@@ -160,7 +192,7 @@ class Inputs:
         return [place(x) for x in arrays], options
 
 
-Compute = Callable[[Case, Inputs, str], dict[str, Any]]  # returns fields of an Outcome
+Compute = Callable[[Case, Inputs, Kernel], dict[str, Any]]  # returns fields of an Outcome
 
 FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
     "scale": lambda case, rng: {"softmax_scale": -0.2},
@@ -192,28 +224,29 @@ FEATURES: dict[str, Callable[[Case, np.random.Generator], dict[str, Any]]] = {
 }
 
 
-def available() -> list[str]:
+def available() -> list[Kernel]:
     """Return the kernels that can run here: the CPU path, and those of the GPU's architecture."""
     arch = _jit.compute_capability(0) if environment.gpu_present() else None
     return [
-        kernel.name
+        kernel
         for kernel in _kernels.KERNELS
-        if kernel.op == "forward"
-        and kernel.automatic
-        and (kernel.arch is None or arch in kernel.arch)
+        if kernel.automatic and (kernel.arch is None or arch in kernel.arch)
     ]
 
 
-def chosen(name: str | None) -> list[str]:
-    """Return the kernels to check: all that can run here, or the one named."""
+def chosen(name: str | None) -> list[Kernel]:
+    """Return the kernels to check: all that can run here, or those of the name."""
+    here = available()
     if name is None:
-        return available()
-    names = {kernel.name: kernel for kernel in _kernels.KERNELS}
-    if name not in names:
+        return here
+    named = [kernel for kernel in _kernels.KERNELS if kernel.name == name]
+    if not named:
+        names = dict.fromkeys(kernel.name for kernel in _kernels.KERNELS)
         raise InvalidArgument(f"`kernel` must be one of {', '.join(names)}, got {name!r}")
-    if names[name].arch is not None and name not in available():
+    found = [kernel for kernel in named if kernel.arch is None or kernel in here]
+    if not found:
         raise DeviceUnavailable(f"{name} needs a GPU that is not here: see `cupyflash list`")
-    return [name]
+    return found
 
 
 def table(quick: bool = False) -> list[tuple[str, Case, Features]]:
@@ -222,9 +255,12 @@ def table(quick: bool = False) -> list[tuple[str, Case, Features]]:
 
 
 def run(
-    kernels: Iterable[str], quick: bool, step: Callable[[str], None], compute: Compute | None = None
+    kernels: Iterable[Kernel],
+    quick: bool,
+    step: Callable[[str], None],
+    compute: Compute | None = None,
 ) -> list[Outcome]:
-    """Run every case on every kernel named, by `measure` or another; `step` is told before each."""
+    """Run every case on every kernel, by `measure` or another; `step` is told before each."""
     outcomes = []
     kernels = list(kernels)
     rows = [(name, case, Inputs.of(case, features)) for name, case, features in table(quick)]
@@ -232,40 +268,44 @@ def run(
         work_ahead([inputs for *_, inputs in rows], kernels)
     for name, case, inputs in rows:
         for kernel in kernels:
-            step(f"{kernel}: {name}, {case}")
+            step(f"{kernel.name}: {name}, {case}")
             outcomes.append(check(name, case, inputs, kernel, compute or measure))
     return outcomes + [
-        Outcome("any case", "", kernel, "failed", message="it took no case of the table")
-        for kernel in kernels
-        if all(o.status == "unsupported" for o in outcomes if o.kernel == kernel)
+        replace(found[0], check="any case", case="", status="failed", message=NO_CASE)
+        for found in by_kernel(outcomes).values()
+        if all(o.status == "unsupported" for o in found)
     ]
 
 
-def work_ahead(inputs: list[Inputs], kernels: list[str]) -> None:
+def work_ahead(inputs: list[Inputs], kernels: list[Kernel]) -> None:
     """Ask the oracle, and compile and load what the kernels of a GPU need, on all cores at once.
 
     The code depends on the arrays too, on their strides and the dtypes of operands. What fails
     here is met again, and reported, by the case itself.
     """
 
-    def compile_one(x: Inputs, kernel: str) -> None:
+    def compile_one(x: Inputs, kernel: Kernel) -> None:
         arrays, options = x.placed(cupy_array)
-        warmup(*arrays, **options, kernel=kernel)
+        backward = kernel.op == "backward"
+        if backward:
+            warmup(*arrays, **options)  # of the forward pass, which is asked for out and lse
+        warmup(*arrays, **options, kernel=kernel.name, backward=backward)
 
     def attempt(task: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception):
             task()
 
-    on_gpu = [kernel for kernel in kernels if kernel not in _kernels.HOST_KERNELS]
+    on_gpu = [kernel for kernel in kernels if kernel.arch is not None]
+    asked = {"expected" if kernel.op == "forward" else "expected_gradients" for kernel in kernels}
     codes = [functools.partial(compile_one, x, kernel) for x in inputs for kernel in on_gpu]
-    truths = [functools.partial(getattr, x, "expected") for x in inputs]
+    truths = [functools.partial(getattr, x, name) for x in inputs for name in asked]
     with ThreadPoolExecutor() as pool:
         list(pool.map(attempt, [*codes, *truths]))
 
 
-def check(name: str, case: Case, inputs: Inputs, kernel: str, compute: Compute) -> Outcome:
+def check(name: str, case: Case, inputs: Inputs, kernel: Kernel, compute: Compute) -> Outcome:
     """Compute one case on one kernel; nothing that it raises goes further."""
-    outcome = functools.partial(Outcome, name, str(case), kernel)
+    outcome = functools.partial(Outcome, name, str(case), kernel.name, op=kernel.op)
     try:
         return outcome(**compute(case, inputs, kernel))
     except UnsupportedProblem as reason:
@@ -274,39 +314,56 @@ def check(name: str, case: Case, inputs: Inputs, kernel: str, compute: Compute) 
         return outcome("failed", message=f"{type(failure).__name__}: {failure}")
 
 
-def measure(case: Case, inputs: Inputs, kernel: str) -> dict[str, Any]:
+def measure(case: Case, inputs: Inputs, kernel: Kernel) -> dict[str, Any]:
     """Compare one case with the oracle and time it; return these fields of its `Outcome`."""
-    call, host, timer = prepare(inputs, kernel, kernel in _kernels.HOST_KERNELS)
-    fields = judge(inputs, *(host(x) for x in call()))
+    call, host, timer = prepare(inputs, kernel, kernel.arch is None)
+    fields = judge(inputs, kernel, host(call()))
     us = timer.kernel_us(call, TIMING_S) if case.flops() else None
-    return fields | {"us": us, "gflops": case.flops() / us / 1e3 if us else None}
+    flops = case.flops() * (1 if kernel.op == "forward" else 2.5)  # five products in place of two
+    return fields | {"us": us, "gflops": flops / us / 1e3 if us else None}
 
 
-def judge(inputs: Inputs, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
+def judge(inputs: Inputs, kernel: Kernel, results: Sequence[np.ndarray | None]) -> dict[str, Any]:
     """Return the fields of an `Outcome` that come from the comparison with the oracle."""
-    verdict = inputs.expected.verdict(out, lse)
+    forward = kernel.op == "forward"
+    if forward:
+        verdict = inputs.expected.verdict(*results)
+    else:
+        verdict = inputs.expected_gradients.verdict(results)
     return {
         "status": "ok" if verdict.ok else "failed",
         "error": finite(verdict.error),
         "bound_ratio": finite(verdict.bound_ratio),
-        "lse_error": finite(verdict.lse_error),
+        "lse_error": finite(verdict.lse_error) if forward else None,
         "message": verdict.message,
     }
 
 
 def prepare(
-    inputs: Inputs, kernel: str, on_host: bool
-) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray], HostClock]:
+    inputs: Inputs, kernel: Kernel, on_host: bool
+) -> tuple[Callable[[], Any], Callable[[Any], list[np.ndarray | None]], HostClock]:
     """Return the call on NumPy or CuPy arrays, the way back to NumPy, and a clock."""
-    arrays, options = inputs.placed(np.asarray if on_host else cupy_array)
+    place = np.asarray if on_host else cupy_array
+    arrays, options = inputs.placed(place)
     function = attention_varlen if "cu_seqlens_q" in options else attention
+    call: Callable[[], Any] = functools.partial(
+        function, *arrays, **options, return_lse=True, kernel=kernel.name
+    )
+    if kernel.op == "backward":
+        out, lse = function(*arrays, **options, return_lse=True)
+        dout, dlse = inputs.seeds
+        dout = place(np.ascontiguousarray(dout.swapaxes(1, 2)) if inputs.swapped else dout)
+        own = {name: x for name, x in options.items() if name not in DESCALES}
+        own |= {"dlse": place(dlse), "kernel": kernel.name}
+        q, k, v = arrays
+        call = functools.partial(attention_backward, dout, q, k, v, out, lse, **own)
 
-    def call() -> Any:
-        return function(*arrays, **options, return_lse=True, kernel=kernel)
-
-    def host(x: Any) -> np.ndarray:
-        x = x if on_host else cupy_host(x)
-        return x.swapaxes(1, 2) if inputs.layout == "bhsd" and x.ndim == 4 else x
+    def host(results: Any) -> list[np.ndarray | None]:
+        found = [x if x is None or on_host else cupy_host(x) for x in results]
+        if inputs.swapped:  # neither the log-sum-exp nor the gradient of a bias
+            own = 1 if kernel.op == "forward" else 3
+            found[:own] = [x.swapaxes(1, 2) for x in found[:own]]
+        return found
 
     return call, host, clock("host" if on_host else "cupy")
 
@@ -325,7 +382,7 @@ def report(outcomes: list[Outcome]) -> Table:
         lines.add_row(
             o.check,
             o.case,
-            o.kernel,
+            o.label,
             *(number(value) for value in (o.error, o.bound_ratio, o.lse_error)),
             duration(o.us),
             "" if o.gflops is None else f"{o.gflops:,.1f}",
@@ -351,12 +408,20 @@ def failures(outcomes: list[Outcome]) -> list[Outcome]:
     return [o for o in outcomes if o.status == "failed"]
 
 
+def by_kernel(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    """Return the outcomes by the label of their kernel."""
+    found: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        found.setdefault(o.label, []).append(o)
+    return found
+
+
 def summary(outcomes: list[Outcome]) -> list[str]:
     """Return one sentence per kernel."""
     lines = []
-    for kernel in dict.fromkeys(o.kernel for o in outcomes):
-        states = [o.status for o in outcomes if o.kernel == kernel]
-        line = f"{kernel}: {states.count('ok')} passed, {states.count('failed')} failed"
+    for label, found in by_kernel(outcomes).items():
+        states = [o.status for o in found]
+        line = f"{label}: {states.count('ok')} passed, {states.count('failed')} failed"
         if "unsupported" in states:
             line += f", {states.count('unsupported')} not for this kernel"
         lines.append(line)

@@ -11,6 +11,7 @@ from rich.table import Table
 from . import _check, _emulator, _forward_sm90, _kernels, _tuning_sm90
 from ._array import ITEMSIZES
 from ._bench.case import Case
+from ._kernels import Kernel
 from ._problem import DESCALES
 from .errors import InvalidArgument
 
@@ -27,52 +28,47 @@ COLUMNS = {  # what is shown of an `Outcome.moved`
 }
 
 
-def chosen(name: str | None) -> list[str]:
+def chosen(name: str | None) -> list[Kernel]:
     """Return the kernels to check, all that such a GPU runs or the one named; g++ must be there."""
     _emulator.compiler()
-    names = [
-        kernel.name
-        for kernel in _kernels.KERNELS
-        if kernel.op == "forward" and kernel.arch is not None and ARCH in kernel.arch
+    kernels = [
+        kernel for kernel in _kernels.KERNELS if kernel.arch is not None and ARCH in kernel.arch
     ]
-    if name is None:
-        return names
-    if name not in names:
-        raise InvalidArgument(
-            f"`kernel` must be one of {', '.join(names)} with --emulate, got {name!r}"
-        )
-    return [name]
+    found = [kernel for kernel in kernels if name in (None, kernel.name)]
+    if not found:
+        names = ", ".join(kernel.name for kernel in kernels)
+        raise InvalidArgument(f"`kernel` must be one of {names} with --emulate, got {name!r}")
+    return found
 
 
-def run(kernels: list[str], quick: bool, step: Callable[[str], None]) -> list[_check.Outcome]:
+def run(kernels: list[Kernel], quick: bool, step: Callable[[str], None]) -> list[_check.Outcome]:
     """Run every case on every kernel named; `step` is told before each."""
     return _check.run(kernels, quick, step, measure)
 
 
-def measure(case: Case, inputs: _check.Inputs, kernel: str) -> dict[str, Any]:
+def measure(case: Case, inputs: _check.Inputs, kernel: Kernel) -> dict[str, Any]:
     """Compare one case with the oracle; return its fields of an `Outcome`, and what was moved."""
     call, host, _ = _check.prepare(inputs, kernel, True)
     with _emulator.session(SEED, ARCH) as session:
-        fields = _check.judge(inputs, *(host(x) for x in call()))
-    stats = session.stats.get(kernel, _emulator.Stats())
+        fields = _check.judge(inputs, kernel, host(call()))
+    stats = sum(session.stats.values(), _emulator.Stats())  # of all launches of a backward call
     counters = dataclasses.asdict(stats) | {"products": stats.mma + stats.wgmma}
-    plain = inputs.options.keys() <= PLAIN
+    plain = inputs.options.keys() <= PLAIN and kernel.op == "forward"
     counts = tiles(case, kernel, stats) if plain else UNCOUNTED
     return fields | {"moved": counts | counters}
 
 
-def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | None]:
+def tiles(case: Case, kernel: Kernel, stats: _emulator.Stats) -> dict[str, int | None]:
     """Return how many tiles of keys (each with its values) were loaded, and how many were skipped.
 
     A tile is loaded whole, zeros past the ends of the arrays included. What goes by plain loads
     (elements of an odd alignment) is not counted: then the numbers are None.
     """
     problem, *_ = case.request(ARCH)
-    row = next(row for row in _kernels.KERNELS if row.name == kernel)
-    assert row.config is not None
-    config = row.config(problem)
+    assert kernel.config is not None
+    config = kernel.config(problem)
     sizes = [ITEMSIZES[problem.dtype] * dim for dim in (config.head_dim, config.head_dim_v)]
-    if kernel == _forward_sm90.NAME:
+    if kernel.name == _forward_sm90.NAME:
         sizes = [_tuning_sm90.row_bytes(size) for size in sizes]
     heads, ends = problem.batch * problem.heads_q, problem.len_q
     walks = [
@@ -80,7 +76,7 @@ def tiles(case: Case, kernel: str, stats: _emulator.Stats) -> dict[str, int | No
         for q in range(0, ends, config.block_q)
     ]
     # The generic kernel loads the queries of every tile, the Hopper kernel those that see a key.
-    asked = sum(kernel != _forward_sm90.NAME or begin < end for begin, end in walks)
+    asked = sum(kernel.name != _forward_sm90.NAME or begin < end for begin, end in walks)
     queries = heads * asked * config.block_q * sizes[0]
     if stats.tiles_loaded_bytes < queries:
         return UNCOUNTED
@@ -93,7 +89,7 @@ def report(outcomes: list[_check.Outcome]) -> Table:
     """Return the outcomes as a table for a terminal."""
     lines = Table("check", "case", title="kernels on the emulator against the oracle")
     lines.add_column(
-        "kernel", no_wrap=True, min_width=max((len(o.kernel) for o in outcomes), default=0)
+        "kernel", no_wrap=True, min_width=max((len(o.label) for o in outcomes), default=0)
     )
     for name in ("max error", "of bound", *COLUMNS.values(), "result"):
         lines.add_column(name, justify="left" if name == "result" else "right")
@@ -102,7 +98,7 @@ def report(outcomes: list[_check.Outcome]) -> Table:
         lines.add_row(
             o.check,
             o.case,
-            o.kernel,
+            o.label,
             *(_check.number(value) for value in (o.error, o.bound_ratio)),
             *(count(moved.get(name)) for name in COLUMNS),
             f"[{_check.COLOURS[o.status]}]{o.status}[/]",
@@ -118,10 +114,10 @@ def count(value: int | None) -> str:
 def summary(outcomes: list[_check.Outcome]) -> list[str]:
     """Return one sentence per kernel, and another of what it moved."""
     lines = []
-    for line in _check.summary(outcomes):
-        kernel = line.partition(":")[0]
-        moved = [o.moved for o in outcomes if o.kernel == kernel and o.moved]
+    found = _check.by_kernel(outcomes)
+    for line, (label, own) in zip(_check.summary(outcomes), found.items(), strict=True):
+        moved = [o.moved for o in own if o.moved]
         sums = {name: sum(counts[name] or 0 for counts in moved) for name in COLUMNS}
         counted = (f"{count(sums[name])} {words}" for name, words in COLUMNS.items())
-        lines += [line, f"{kernel}: {', '.join(counted)}"]
+        lines += [line, f"{label}: {', '.join(counted)}"]
     return lines

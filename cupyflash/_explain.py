@@ -292,7 +292,7 @@ def explain(request: Request) -> Explanation:
             note = str(error)
     config = dataclasses.asdict(kernel.config(problem))
     steps = tuple(zip(launches, resources, strict=True))
-    own = next(step for step in steps if step[0].symbol == kernel.name)
+    own = steps[launches.index(kernel.main(launches))]
     if kernel.steps is None:
         steps = ()
     return Explanation(problem, kernel.name, rejected, config, *own, note, steps)

@@ -4,7 +4,7 @@
 no GPU. A new kernel is a new row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,6 +100,10 @@ class Kernel:
             assert backward is not None
             return self.steps(problem, operands, backward).launches
         return ()
+
+    def main(self, launches: Sequence[Launch]) -> Launch:
+        """Return the one of a call's launches that does the work of its configuration."""
+        return max(launches, key=lambda x: (x.symbol == self.name, x.shared_bytes))
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this row does not take a problem, as a sentence, or None."""

@@ -181,8 +181,9 @@ def compile_(
 @click.option("--emulate", is_flag=True, help="The quick cases, on an emulated GPU; needs g++.")
 @as_json
 def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None:
-    """Compare real attention with the fp64 oracle: the CPU path, and every kernel of the GPU here.
+    """Compare attention and its gradients with the fp64 oracle.
 
+    On the CPU path, and on every kernel of the GPU here.
     With --emulate the CUDA kernels run on the CPU, which takes minutes, and what they moved is
     counted. Exits with 1 if anything fails.
     """
@@ -203,7 +204,7 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
         table(place.report(outcomes))
         click.echo("\n".join(place.summary(outcomes)))
     for o in failed:
-        click.echo(f"failed: {o.kernel}: {o.check}, {o.case}: {o.message}", err=True)
+        click.echo(f"failed: {o.label}: {o.check}, {o.case}: {o.message}", err=True)
     raise SystemExit(int(bool(failed)))
 
 

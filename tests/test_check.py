@@ -46,8 +46,17 @@ def test_the_cpu_path_passes_every_quick_case(monkeypatch) -> None:
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert answer["ok"]
-    assert [o["status"] for o in answer["outcomes"]] == ["ok"] * len(_check.table(quick=True))
-    assert all(o["bound_ratio"] <= 1 for o in answer["outcomes"])
+    statuses = {
+        op: [o["status"] for o in answer["outcomes"] if o["op"] == op]
+        for op in ("forward", "backward")
+    }
+    table = _check.table(quick=True)
+    assert statuses["forward"] == ["ok"] * len(table)
+    no_gradients = [
+        "unsupported" if case.dtype in ("e4m3", "e5m2") else "ok" for _, case, _ in table
+    ]
+    assert statuses["backward"] == no_gradients
+    assert all(o["bound_ratio"] <= 1 for o in answer["outcomes"] if o["status"] == "ok")
 
 
 @pytest.mark.usefixtures("small")
@@ -92,7 +101,10 @@ def test_a_fault_in_one_case_is_told_from_the_others(monkeypatch) -> None:
     plant(monkeypatch, spoil_bf16)
     done = run("--json")
     assert done.exit_code == 1
-    assert [o["status"] for o in json.loads(done.stdout)["outcomes"]] == ["ok", "failed"]
+    outcomes = json.loads(done.stdout)["outcomes"]
+    statuses = [(o["op"], o["status"]) for o in outcomes]
+    # The gradients follow from an output that is wrong.
+    assert statuses == [(op, s) for s in ("ok", "failed") for op in ("forward", "backward")]
 
 
 @pytest.mark.usefixtures("small")
@@ -146,10 +158,12 @@ def test_every_kernel_of_the_gpu_passes() -> None:
     done = CliRunner().invoke(main, ["check", "--json"])
     answer = json.loads(done.stdout)
     statuses = {
-        kernel: [o["status"] for o in answer["outcomes"] if o["kernel"] == kernel]
-        for kernel in _check.available()
+        (row.op, row.name): [
+            o["status"] for o in answer["outcomes"] if (o["op"], o["kernel"]) == (row.op, row.name)
+        ]
+        for row in _check.available()
     }
-    assert statuses.keys() >= {"cpu", "attention_fwd_sm80"}
+    assert statuses.keys() >= {("forward", "cpu"), ("forward", "attention_fwd_sm80")}
     for kernel, found in statuses.items():
         assert "ok" in found, kernel
         assert len(found) == len(_check.table()), kernel
@@ -165,7 +179,12 @@ def test_the_table_is_for_every_kernel_of_the_architecture(
     monkeypatch.setattr(_check.environment, "gpu_present", lambda: True)
     monkeypatch.setattr(_check._jit, "compute_capability", lambda device: arch)
     expected = ["attention_fwd_sm90"] * hopper + ["attention_fwd_sm80", "cpu"]
-    assert _check.available() == _check.chosen(None) == expected
+    rows = _check.available()
+    assert rows == _check.chosen(None)
+    assert [row.name for row in rows if row.op == "forward"] == expected
+    backward = [row for row in rows if row.op == "backward"]
+    assert backward
+    assert all(row.arch is None or arch in row.arch for row in backward)
 
 
 def test_hopper_takes_every_half_of_the_table_that_it_should() -> None:
@@ -195,11 +214,11 @@ def test_code_is_compiled_before_the_first_case(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_check, "cupy_host", lambda x: x.host)
     monkeypatch.setattr(_check, "clock", lambda kind: HostClock())
     units: list[set[str]] = []
-    kernels = ["attention_fwd_sm90", "attention_fwd_sm80"]
+    kernels = [_kernels.FORWARD_SM90, _kernels.FORWARD_SM80]
     outcomes = _check.run(
         kernels, False, lambda text: units.append({unit for unit, _, _ in gpu.compiled})
     )
-    statuses = {kernel: [o.status for o in outcomes if o.kernel == kernel] for kernel in kernels}
+    statuses = {row.name: [o.status for o in outcomes if o.kernel == row.name] for row in kernels}
     other = "unsupported"
     assert statuses["attention_fwd_sm90"] == ["ok", other, "ok", "ok", other], outcomes
     assert statuses["attention_fwd_sm80"] == ["ok", "ok", other, other, other], outcomes
@@ -207,3 +226,53 @@ def test_code_is_compiled_before_the_first_case(monkeypatch: pytest.MonkeyPatch)
     assert all("takes float16, bfloat16, float32" in message for message in refused), refused
     assert len(units[0]) == 5
     assert units[-1] == units[0]
+
+
+# Gradients
+
+
+@pytest.mark.usefixtures("small")
+def test_gradients_are_held_to_the_oracle() -> None:
+    done = run("--json")
+    assert done.exit_code == 0, done.output
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert [(o["op"], o["status"]) for o in outcomes] == [("forward", "ok"), ("backward", "ok")] * 2
+    found = [o for o in outcomes if o["op"] == "backward"]
+    assert all(o["error"] > 0 and 0 < o["bound_ratio"] <= 1 for o in found)
+    assert all(o["lse_error"] is None and o["us"] > 0 for o in found)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("place", range(5))
+def test_a_fault_in_one_gradient_fails_the_check(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = _check.attention_backward
+
+    def wrong(*arrays: Any, **options: Any) -> Any:
+        grads = right(*arrays, **options)
+        spoilt = grads[place]
+        if spoilt is not None:
+            spoilt[(-1,) * spoilt.ndim] += 1
+        return grads
+
+    monkeypatch.setattr(_check, "attention_backward", wrong)
+    done = run()
+    name = ("dq", "dk", "dv", "dbias", "dsink")[place]
+    wrong_cases = {"dbias": 0, "dsink": 1}.get(name, 2)
+    assert done.exit_code == int(wrong_cases > 0)
+    assert f"cpu (backward): {2 - wrong_cases} passed, {wrong_cases} failed" in done.stdout
+    assert "cpu: 2 passed, 0 failed" in done.stdout
+    assert done.stderr.count("failed: cpu (backward): ") == wrong_cases
+    assert done.stderr.count(f": {name}[") == wrong_cases
+
+
+def test_gradients_in_every_layout_and_of_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [row for row in _check.table(quick=True) if row[0] in ("all at once", "layout bhsd")]
+    table += [row for row in _check.table() if row[0] in ("all at once, packed", "bias", "fp8")]
+    monkeypatch.setattr(_check, "_TABLE", tuple(table))
+    answer = json.loads(run("--json", "--quick").stdout)
+    statuses = [(o["check"], o["status"]) for o in answer["outcomes"] if o["op"] == "backward"]
+    assert len(statuses) == len(table) >= 6
+    for check, status in statuses:
+        assert status == ("unsupported" if check == "fp8" else "ok"), check

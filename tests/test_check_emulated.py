@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_emulated_steps as steps
 from click.testing import CliRunner
 from emulated import needs_compiler
 from mutations import ARITHMETIC, MASKS, SYNCHRONISATION, Mutation
 from test_mutations import planted
 
-from cupyflash import _check, _check_emulated
+from cupyflash import _check, _check_emulated, _kernels
 from cupyflash._bench.case import Case
 from cupyflash._emulator import build
 from cupyflash.cli import main
@@ -102,7 +103,7 @@ def test_a_faulty_kernel_fails(
 def test_a_kernel_of_the_host_is_a_usage_error() -> None:
     done = run(kernel="cpu")
     assert done.exit_code == 2
-    expected = "must be one of attention_fwd_sm90, attention_fwd_sm80 with --emulate"
+    expected = "must be one of attention_fwd_sm90, attention_fwd_sm80, "
     assert expected in " ".join(done.stderr.split())
 
 
@@ -114,3 +115,21 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 1
     assert "the emulator compiles the kernels with g++, which is not on the PATH" in done.stderr
     assert _check_emulated.ARCH == 90
+
+
+@needs_compiler
+def test_every_launch_of_a_backward_call_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = steps.row(steps.FIRST, steps.THIRD)
+    monkeypatch.setattr(_kernels, "KERNELS", (*_kernels.KERNELS, made_up))
+    monkeypatch.setattr(
+        _check, "_TABLE", (("full", Case("fp32", 1, 6, 6, 1, 1, 8, 8, "full"), ()),)
+    )
+    done = run("--json", kernel="steps")
+    assert done.exit_code == 1
+    (outcome,) = json.loads(done.stdout)["outcomes"]
+    assert (outcome["op"], outcome["status"]) == ("backward", "failed"), "it computes no gradients"
+    assert outcome["message"].startswith("dq[")
+    assert outcome["moved"]["launches"] == 2
+    assert outcome["moved"]["global_read_bytes"] == 4 * 48 * 2
+    assert outcome["moved"]["tiles_loaded"] is None
+    assert "failed: steps (backward): full" in done.stderr

@@ -56,10 +56,8 @@ def units_of(
     row = _kernels.select(request.problem, kernel)
     launches = row.launches(request.problem, request.operands, request.backward)
     assert launches, "rows of the host take no problem of a GPU"
-    return [
-        Unit(case, launch)
-        for launch in sorted(launches, key=lambda launch: launch.symbol != row.name)
-    ]
+    main = row.main(launches)
+    return [Unit(case, launch) for launch in (main, *(x for x in launches if x is not main))]
 
 
 def every(arch: str, kernel: str | None = None) -> list[Unit]:
