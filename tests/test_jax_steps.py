@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backward import SUMS, FakeBackward, install_backward
+from fake_backward import NAME, SUMS, FakeBackward, install_backward
 from fake_gpu import Guard
 from gradients import seeds_of
 from kits import Kit, opened
@@ -14,8 +14,9 @@ from test_interop_jax import placed
 from test_replay import EVERY, NAMES, draw, modifiers
 
 import cupyflash
-from cupyflash import Gradients, UnsupportedProblem
+from cupyflash import Gradients, UnsupportedProblem, _kernels
 from cupyflash._array import HOST
+from cupyflash._problem import forms
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.frameworks
@@ -131,6 +132,44 @@ def test_packed_sequences(fake: FakeBackward, kit: Kit, rng: np.random.Generator
     compare(results, arrays, *seeds, **options)
 
 
+ROWS = [row for row in _kernels.KERNELS if row.op == "backward" and row.arch is not None]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("names", [[], *([name] for name in NAMES), EVERY], ids="-".join)
+def test_the_rows_of_the_table_find_what_they_need(
+    names: list[str],
+    row: Any,
+    fake: FakeBackward,
+    kit: Kit,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """Addresses by their names, and scratch."""
+    bound: list[Any] = []
+    bind = run.bind_steps
+    monkeypatch.setattr(run, "bind_steps", lambda *x: bound.append(bind(*x)) or bound[-1])
+    monkeypatch.setattr(_kernels, "KERNELS", (*_kernels.KERNELS[1:],))
+    fake.gpu.capability = row.arch.start
+    options = options_of(names, rng)
+    beside = {name: kit.put(options[name]) for name in BESIDE if name in options}
+    fixed = {name: x for name, x in placed(kit, options).items() if name not in beside}
+    arrays = draw(rng)
+    call = lambda *x: pull(*x, **fixed)  # noqa: E731
+    try:
+        jax.jit(call).lower(*map(kit.put, (*arrays, *seeds_of(arrays[0], arrays[2]))), beside)
+    except UnsupportedProblem as refusal:
+        pytest.skip(str(refusal))
+    assert row.name in {symbol for _, symbol, _ in fake.gpu.compiled}
+    given = {"q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv"}
+    given |= {"dbias"} if "attn_bias" in options else set()
+    given |= {"dsink"} if "learnable_sink" in options else set()
+    _, own = forms(options.get("mask"), options.get("segment_ids"))
+    for steps in bound:
+        assert steps.places <= given | options.keys() | own.keys()
+        assert steps.scratch > 0
+
+
 def several(rng: np.random.Generator, count: int, batch: int) -> list[np.ndarray]:
     """Draw q, k, v, dout and dlse of several items."""
     items = []
@@ -175,6 +214,23 @@ def test_what_vmap_adds_joins_the_batch_where_strides_allow_it(
     for i in range(3):
         item = [x if axis is None else x[i] for x, axis in zip(given, axes, strict=True)]
         compare((*(x[i] for x in results[:3]), {}), item[:3], *item[3:])
+
+
+def test_a_kernel_by_name_is_given_no_strides_of_0(
+    fake: FakeBackward, kit: Kit, rng: np.random.Generator
+) -> None:
+    q, k, v, douts, dlses = several(rng, 3, 1)
+    arrays = [q[0], k[0], v[0]]
+    outs, lses = (np.stack([x] * 3) for x in cupyflash.attention(*arrays, return_lse=True))
+
+    def f(dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
+        there = (kit.put(x) for x in arrays)
+        return cupyflash.attention_backward(dout, *there, out, lse, dlse=dlse, kernel=NAME)
+
+    grads = jax.vmap(f)(*map(kit.put, (douts, outs, lses, dlses)))
+    assert len(fake.launches) == 6
+    for i in range(3):
+        compare((*(x[i] for x in grads[:3]), {}), arrays, douts[i], dlses[i])
 
 
 def test_items_have_scratch_of_their_own(
@@ -235,8 +291,8 @@ def test_what_no_kernel_differentiates_is_refused_before_the_forward_pass(
     fake: FakeBackward, kit: Kit, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     object.__setattr__(fake.row, "unsupported", lambda problem: "refuses")
-    monkeypatch.setattr("cupyflash._kernels.KERNELS", (fake.row, *[
-        row for row in cupyflash._kernels.KERNELS if row.op == "forward"
+    monkeypatch.setattr(_kernels, "KERNELS", (fake.row, *[
+        row for row in _kernels.KERNELS if row.op == "forward"
     ]))  # fmt: skip
     q, k, v = map(kit.put, draw(rng))
     assert cupyflash.attention(q, k, v).shape == q.shape

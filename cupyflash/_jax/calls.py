@@ -40,6 +40,13 @@ class Call:
     deterministic: bool = False  # of the gradients
     scratch: int = 0  # bytes, backward on a GPU
 
+    def __hash__(self) -> int:
+        return self._hash  # once: each callback looks a launch up by its call
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
     @property
     def backward(self) -> bool:
         """Whether its results are gradients."""

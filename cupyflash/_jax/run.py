@@ -70,7 +70,12 @@ def _items(call: Call, records: Records) -> Iterator[Records]:
         yield records
         return
     if records.keys() <= FOLDING:
-        folded = {name: _fold(name, x, ranks[name], mapped) for name, x in records.items()}
+        # A kernel by name may take no stride of 0, and kernels read an LSE as contiguous.
+        whole = {*records} if call.kernel is not None else {"lse"}
+        folded = {
+            name: _fold(x, ranks[name], mapped, repeats=name not in whole)
+            for name, x in records.items()
+        }
         if all(folded.values()):
             yield {name: x for name, x in folded.items() if x is not None}
             return
@@ -78,12 +83,15 @@ def _items(call: Call, records: Records) -> Iterator[Records]:
         yield {name: _item(x, ranks[name], index) for name, x in records.items()}
 
 
-def _fold(name: str, x: Array, rank: int, mapped: tuple[int, ...]) -> Array | None:
-    """Return an array with the mapped dimensions in its batch, or None if no stride does that."""
+def _fold(x: Array, rank: int, mapped: tuple[int, ...], *, repeats: bool) -> Array | None:
+    """Return an array with the mapped dimensions in its batch, or None if no stride does that.
+
+    Where it lacks them, a stride of 0 would, if it may have one.
+    """
     own, (batch, *rest) = x.shape[:-rank], x.shape[-rank:]
     strides = x.strides[-rank:]
     if own != mapped:
-        if batch != 1 or math.prod(own) != 1 or name == "lse":  # which kernels read contiguous
+        if batch != 1 or math.prod(own) != 1 or not repeats:
             return None
         strides = (0, *strides[1:])
     return x._replace(shape=(math.prod(mapped) * batch, *rest), strides=strides)
@@ -144,12 +152,11 @@ def _on_gpu(call: Call, item: Records, stream: int) -> None:
 def views_of(call: Call, records: Records) -> Views:
     """Return what launches depend on of a call's operands and gradients."""
     shift = math.gcd(ALIGNMENT, *(records[x].pointer for x in ROWWISE if x in records))
+    shift %= ALIGNMENT
     return tuple(
-        (
-            *(name, x.shape, x.strides, x.dtype),
-            shift % ALIGNMENT if name in ROWWISE else x.pointer % ALIGNMENT,
-        )
-        for name, x in ((name, records[name]) for name in call.planned)
+        (name, x.shape, x.strides, x.dtype, shift if name in ROWWISE else x.pointer % ALIGNMENT)
+        for name in call.planned
+        for x in [records[name]]
     )
 
 
