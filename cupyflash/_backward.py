@@ -204,9 +204,10 @@ def _on_host(
     """Compute in host memory: on the host, or on the emulator that stands for a GPU."""
     emulator = None if isinstance(name, str) and name in HOST_KERNELS else EMULATOR.get()
     arch = None if emulator is None else emulator.arch
-    if emulator is not None:
-        records = records | {x: host.contiguous_last(records[x]) for x in ROWWISE}
-    records = records | {x: host.contiguous(records[x]) for x in DENSE}
+    uneven = _uneven(records)
+    # NumPy reads rows of any strides.
+    copied_here = [x for x in uneven if emulator is not None or x in DENSE]
+    records = records | {x: host.contiguous(records[x]) for x in copied_here}
     problem, operands, backward = describe_backward(records, arch=arch, **options)
     kernel = select(problem, name)
     results, there = {}, {}
@@ -235,13 +236,12 @@ def _on_device(
     """Plan a call on a GPU, whose device is current, and run the plan."""
     device = records["q"].device
     options["arch"] = _jit.compute_capability(device)
-    uneven = [x for x in ROWWISE if records[x].strides[-1] != 1]
-    uneven += [x for x in DENSE if records[x].strides != contiguous_strides(records[x].shape)]
+    uneven = _uneven(records)
     copies = {x: _contiguous(records[x]) for x in uneven}
     problem, operands, backward = describe_backward(records | copies, **options)
     kernel = select(problem, name)
     if uneven:
-        first = Copies(tuple(uneven))
+        first = Copies(uneven)
         if key is not None:
             PLANS.put(key, first)
         return _with_copies(adapter, request, first)
@@ -266,6 +266,13 @@ def _on_device(
     if key is not None and _replays(plan, request.arrays):
         PLANS.put(key, plan)
     return _replay(adapter, plan, _words(records, operands))
+
+
+def _uneven(records: Mapping[str, Array]) -> tuple[str, ...]:
+    """Return which arrays no kernel reads as they lie; their ranks are not checked yet."""
+    rows = [x for x in ROWWISE if records[x].strides[-1:] not in ((), (1,))]
+    dense = [x for x in DENSE if records[x].strides != contiguous_strides(records[x].shape)]
+    return (*rows, *dense)
 
 
 def _contiguous(record: Array) -> Array:

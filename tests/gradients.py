@@ -1,14 +1,25 @@
 """Gradients of one kernel on hostile memory, held against the oracle by the accuracy rule."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
+from emulated import needs_compiler
 from harness import Operand, fetch, hosted, placed, strided
 
 import cupyflash
-from cupyflash import Gradients, _accuracy
+from cupyflash import Gradients, UnsupportedProblem, _accuracy
+from cupyflash._array import host
+from cupyflash._kernels import KERNELS
 
 HOST = ("cpu", "reference")
+GENERIC = "attention_bwd_sm80"  # of every GPU: it takes every problem of the tests
+EMULATED = "emulated "  # before the name of a kernel of a GPU: on the emulator
+NAMES = [row.name for row in KERNELS if row.op == "backward" and row.arch is not None]
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in NAMES]
+ON_EMULATOR = [pytest.param(EMULATED + name, marks=needs_compiler) for name in NAMES]
 
 
 def seeds_of(q: Any, v: Any, layout: str = "bshd") -> tuple[np.ndarray, np.ndarray]:
@@ -21,20 +32,58 @@ def seeds_of(q: Any, v: Any, layout: str = "bshd") -> tuple[np.ndarray, np.ndarr
 
 
 def run(
-    kernel: str | None, q: Operand, k: Operand, v: Operand, dout: Any, dlse: Any, **options: Any
+    kernel: str, q: Operand, k: Operand, v: Operand, dout: Any, dlse: Any, **options: Any
 ) -> Gradients:
-    """Return the gradients of one kernel in NumPy; `dlse` may be None."""
-    place = "cpu" if kernel in HOST else "gpu"
-    own = options.pop("deterministic", False)
+    """Return the gradients of one kernel in NumPy; `dlse` may be None.
+
+    All memory that is allocated holds NaN first, so that what a kernel does not write shows. What
+    only a kernel of one kind of GPU refuses is skipped, with its words.
+    """
+    name = kernel.removeprefix(EMULATED)
+    emulated = name != kernel
+    place = "cpu" if emulated or name in HOST else "gpu"
+    own = {"dlse": dlse, "deterministic": options.pop("deterministic", False)}
     there = placed(place, options)
     arrays = [strided(x).on(place) for x in (q, k, v)]
-    dout, dlse = (None if x is None else strided(x).on(place) for x in (dout, dlse))
+    dout, own["dlse"] = (None if x is None else strided(x).on(place) for x in (dout, dlse))
     function = cupyflash.attention_varlen if "cu_seqlens_q" in options else cupyflash.attention
-    out, lse = function(*arrays, return_lse=True, **there)
-    results = cupyflash.attention_backward(
-        dout, *arrays, out, lse, dlse=dlse, kernel=kernel, deterministic=own, **there
-    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(poisoned(place))
+        out, lse = function(*arrays, return_lse=True, **there)
+        if emulated:
+            stack.enter_context(cupyflash.emulate())
+        try:
+            results = cupyflash.attention_backward(
+                dout, *arrays, out, lse, kernel=name, **own, **there
+            )
+        except UnsupportedProblem as refusal:
+            if name in (*HOST, GENERIC):
+                raise
+            pytest.skip(str(refusal))
     return Gradients(*(None if x is None else fetch(place, x)[0] for x in results))
+
+
+@contextlib.contextmanager
+def poisoned(place: str) -> Iterator[None]:
+    """Let every allocation hold NaN, and on a GPU the shared memory too."""
+    if place == "gpu":
+        import cupy
+        import gpu
+
+        gpu.poison_shared()
+        with cupy.cuda.using_allocator(gpu.poisoned):
+            yield
+        return
+    allocate = host.empty_strided
+
+    def filled(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:
+        x = allocate(shape, strides, dtype)
+        x.view(f"u{x.itemsize}")[...] = np.iinfo(f"u{x.itemsize}").max
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "empty_strided", filled)
+        yield
 
 
 def judge(

@@ -6,23 +6,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import ALONE, EDGES, MEMORY, MIXED, SHAPES, SMOKE, VARLEN, Case
-from gradients import check, judge, run, seeds_of
+from gradients import HOST, ON_GPU, check, judge, run, seeds_of
 from harness import same_bits
 
 import cupyflash
 from cupyflash import InvalidArgument, InvalidType, UnsupportedProblem, reference
-from cupyflash._kernels import KERNELS
 from cupyflash.errors import CupyflashError
 
-ROWS = [
-    pytest.param(row.name, marks=[pytest.mark.gpu] if row.arch is not None else [])
-    for row in KERNELS
-    if row.op == "backward"
-]
 CASES = (*SMOKE, *SHAPES[::3], *EDGES, *MEMORY[::5], *ALONE, *MIXED[::4], *VARLEN[::3])
 LARGE = 3_000_000  # pairs of a query and a key, of which the oracle takes seconds
 
-kernels = pytest.mark.parametrize("kernel", ROWS)
+kernels = pytest.mark.parametrize("kernel", [*HOST, *ON_GPU])
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:

@@ -349,6 +349,47 @@ def test_every_reason_is_given(fake: FakeBackward, monkeypatch: pytest.MonkeyPat
         cupyflash.attention_backward(x, x, x, x, x, lse, kernel="reference")
 
 
+@pytest.mark.parametrize("place", [*range(6)])
+def test_numbers_and_vectors_in_the_place_of_arrays(
+    place: int, fake: FakeBackward, rng: np.random.Generator
+) -> None:
+    name = ("dout", "q", "k", "v", "out", "lse")[place]
+    arrays: list[Any] = [put(x) for x in draw(rng)]
+    for wrong in (np.zeros((), np.float16), np.zeros(7, np.float16)[::2]):
+        for wrapped in (wrong, FakeArray(wrong)):
+            for own in ({"kernel": "reference"}, {}):
+                given = [*arrays[:place], wrapped, *arrays[place + 1 :]]
+                with pytest.raises((InvalidArgument, InvalidType), match=r"^`\w+` "):
+                    cupyflash.attention_backward(*given, **own)
+    with pytest.raises(InvalidType, match=rf"^`{name}` must be an array"):
+        cupyflash.attention_backward(*arrays[:place], 1.0, *arrays[place + 1 :])
+
+
+def test_arrays_of_other_places_and_addresses(fake: FakeBackward, rng: np.random.Generator) -> None:
+    arrays = draw(rng)
+    placed: list[Any] = [put(x) for x in arrays]
+    with pytest.raises(InvalidArgument, match=r"^`dout` is a numpy array in host memory and `q`"):
+        cupyflash.attention_backward(arrays[0], *placed[1:])
+    with pytest.raises(InvalidArgument, match=r"^`lse` is a fake array on CUDA device 2 and `q`"):
+        cupyflash.attention_backward(*placed[:5], FakeArray(arrays[5], 2))
+    with pytest.raises(InvalidArgument, match=r"^`attn_bias` is a numpy array in host memory"):
+        cupyflash.attention_backward(*placed, attn_bias=np.zeros((9, 13), np.float16))
+    for place, name in enumerate(("dout", "q", "k", "v", "out", "lse")):
+        odd = np.zeros(arrays[place].nbytes + 1, np.uint8)[1:].view(arrays[place].dtype)
+        given = [*placed[:place], FakeArray(odd.reshape(arrays[place].shape)), *placed[place + 1 :]]
+        with pytest.raises(InvalidArgument, match=rf"^`{name}` starts at address .* aligned"):
+            cupyflash.attention_backward(*given)
+        with pytest.raises(InvalidArgument, match=rf"^`{name}` starts at address"):
+            cupyflash.attention_backward(*given)  # and no plan was kept
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", None], ids=repr)
+@pytest.mark.parametrize("function", [cupyflash.explain, cupyflash.supports, cupyflash.warmup])
+def test_backward_is_a_bool(function: Any, wrong: Any, fake: FakeBackward) -> None:
+    with pytest.raises(InvalidType, match=r"^`backward` must be a bool, got"):
+        function(**SIZES, backward=wrong)
+
+
 def test_nothing_of_the_host_is_planned(fake: FakeBackward, rng: np.random.Generator) -> None:
     cupyflash.attention_backward(*draw(rng))
     assert not len(_backward.PLANS)
