@@ -353,14 +353,16 @@ def _product(
 
 
 def add_summed(total: np.ndarray, ds: np.ndarray, axes: int = 3) -> None:
-    """Add dS, summed where the first axes of the total have size 1; beyond its end there is none.
+    """Add dS, summed where the first axes of the total have size 1.
 
-    A total of another type than dS is written, not added to.
+    Either may end before the other along the queries and the keys. A total of another type than dS
+    is written, not added to.
     """
     repeated = tuple(axis for axis in range(axes) if total.shape[axis] == 1 < ds.shape[axis])
     if repeated:
         ds = ds.sum(axis=repeated, keepdims=True)
-    ds = ds[:, :, :, : total.shape[3], : total.shape[4]]
+    rows, columns = map(min, ds.shape[3:], total.shape[3:])
+    ds, total = ds[:, :, :, :rows, :columns], total[:, :, :, :rows, :columns]
     if total.dtype == ds.dtype:
         total += ds
     else:

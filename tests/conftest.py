@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,16 @@ def torch_cuda() -> Any:
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """Return a kernel of one line whose sources and cache are this test's own."""
     return Tiny(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let every problem be big enough for four threads, on a machine of any size."""
+    from drawn import FourThreads
+
+    from cupyflash import _threads
+
+    monkeypatch.setattr(_threads, "PRODUCTS_PER_THREAD", 1)
+    monkeypatch.setattr(_threads, "one_blas_thread", FourThreads())
+    with threadpool_limits(2):  # BLAS has a limit that can be seen to be restored
+        yield
