@@ -162,8 +162,11 @@ def expected_gradients(
         if ref is None:
             bounds.append(None)
             continue
-        terms = np.abs(ref) + rms
-        worst = 2 * _worst(_distance(plain, ref), terms, _heads(name, packed, ref.ndim))
+        terms, distance = np.abs(ref) + rms, _distance(plain, ref)
+        if name == "dsink":
+            errors = reference.sink_errors(dout, q, k, v, dlse=dlse, **options)
+            distance = np.maximum(distance, errors)
+        worst = 2 * _worst(distance, terms, _heads(name, packed, ref.ndim))
         # P, dt and out are kept in the dtype of the inputs, whatever that of a bias or a sink is.
         u = max(_roundoff(plain.dtype), _roundoff(plains.dq.dtype))
         bounds.append(worst + u * terms)

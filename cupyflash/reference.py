@@ -43,6 +43,7 @@ __all__ = [
     "rms",
     "rms_backward",
     "score_sizes",
+    "sink_errors",
 ]
 
 
@@ -90,7 +91,7 @@ def attention_backward(
     dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
 ) -> Gradients:
     """Return the exact gradients of sum(out * dout) + sum(lse * dlse) in fp64."""
-    return _backward(Packed(q, k, v, options), dout, dlse, EXACT)
+    return _backward(Packed(q, k, v, options), dout, dlse, EXACT)[0]
 
 
 def attention_varlen_backward(
@@ -124,7 +125,8 @@ def plain_backward(
     the rounded out; P and dt are rounded as P in `plain`.
     """
     packed = Packed(q, k, v, options)
-    dq, dk, dv, dbias, dsink = _backward(packed, dout, dlse, _same_dtype(packed.dtype))
+    grads, _ = _backward(packed, dout, dlse, _same_dtype(packed.dtype))
+    dq, dk, dv, dbias, dsink = grads
     if dbias is not None:
         dbias = _cast(dbias, np.asarray(packed.options.attn_bias).dtype)
     if dsink is not None:
@@ -146,7 +148,20 @@ def rms_backward(
 
     dP, D and dl are terms each: between them they may cancel.
     """
-    return _backward(Packed(q, k, v, options), dout, dlse, EXACT, power=2)
+    return _backward(Packed(q, k, v, options), dout, dlse, EXACT, power=2)[0]
+
+
+def sink_errors(
+    dout: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any
+) -> np.ndarray:
+    """Return the root of the summed squares of what `plain_backward` errs by in terms of dsink.
+
+    There is one of each query, and of their sum but one of each head.
+    """
+    packed = Packed(q, k, v, options)
+    exact, plain = (_backward(packed, dout, dlse, a)[1] for a in (EXACT, _same_dtype(packed.dtype)))
+    off = exact - plain
+    return np.sqrt((np.where(np.isfinite(off), off, 0) ** 2).sum(axis=1))
 
 
 @np.errstate(all="ignore")
@@ -218,9 +233,12 @@ def _forward(packed: Packed, a: Arithmetic, power: int = 1) -> tuple[np.ndarray,
 
 
 @np.errstate(all="ignore")
-def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 1) -> Gradients:
+def _backward(
+    packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 1
+) -> tuple[Gradients, np.ndarray]:
+    """Return the gradients and the terms of dsink (heads, total_q)."""
     dq, dk, dv = (np.zeros(x.shape, a.compute) for x in (packed.q, packed.k, packed.v))
-    dbias, dsink = np.zeros(packed.bias.shape, a.compute), np.zeros(packed.heads, a.compute)
+    dbias, sinks = (np.zeros(x, a.compute) for x in (packed.bias.shape, packed.q.shape[1::-1]))
     scale, rescale = packed.scale**power, packed.rescale**power
     shape = (*packed.q.shape[:2], packed.v.shape[2])
     dout = _like("dout", dout, packed.unpack(np.empty(shape), packed.shape_q))
@@ -250,20 +268,22 @@ def _backward(packed: Packed, dout: Any, dlse: Any, a: Arithmetic, power: int = 
         dv[at.keys, at.h_k] += _visible_sum(pz.T, do, visible.T, a, power) * rescale
         dq[at.rows, at.h] = _visible_sum(dt, k, visible, a, power) * scale
         dk[at.keys, at.h_k] += _visible_sum(dt.T, q, visible.T, a, power) * scale
-        dsink[at.h] += ((sink * row) ** power).sum()
+        sinks[at.h, at.rows] += (sink * row) ** power
         tile = at.tile(dbias)
         broadcast = tuple(axis for axis in (0, 1) if tile.shape[axis] == 1)
         tile += (ds**power).sum(axis=broadcast, keepdims=True)
+    dsink = sinks.sum(axis=1)
     if power == 2:
         dq, dk, dv, dbias, dsink = (np.sqrt(grad) for grad in (dq, dk, dv, dbias, dsink))
     o = packed.options
-    return Gradients(
+    grads = Gradients(
         packed.unpack(dq, packed.shape_q),
         packed.unpack(dk, packed.shape_k),
         packed.unpack(dv, packed.shape_k),
         None if o.attn_bias is None else dbias.reshape(np.shape(o.attn_bias)),
         None if o.learnable_sink is None else dsink,
     )
+    return grads, sinks
 
 
 def _like(name: str, x: Any, like: np.ndarray) -> np.ndarray:

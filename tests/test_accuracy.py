@@ -396,6 +396,25 @@ def test_gradients_by_the_lse_are_accepted(dtype: Any, len_k: int, heads_k: int)
             assert not gradients_verdict(worse, dout, q, k, v, dlse=dlse, attn_bias=bias).ok, name
 
 
+def test_the_errors_of_a_sink_are_those_of_its_terms() -> None:
+    """Which are the errors of calls of one query each."""
+    dout, dlse, (q, k, v) = gradient_inputs(ml_dtypes.bfloat16)
+    sink = GRADIENT_OPTIONS["learnable_sink"]
+    squares = np.zeros(4)
+    for b, i in np.ndindex(q.shape[:2]):
+        one = dout[b : b + 1, i : i + 1], q[b : b + 1, i : i + 1], k[b : b + 1], v[b : b + 1]
+        call = {"dlse": dlse[b : b + 1, :, i : i + 1], "learnable_sink": sink}
+        exact, plain = (
+            f(*one, **call).dsink for f in (reference.attention_backward, reference.plain_backward)
+        )
+        np.testing.assert_allclose(
+            reference.sink_errors(*one, **call), abs(plain - exact), atol=1e-7
+        )
+        squares += (plain - exact) ** 2
+    errors = reference.sink_errors(dout, q, k, v, dlse=dlse, learnable_sink=sink)
+    np.testing.assert_allclose(errors, np.sqrt(squares), rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", reference.Gradients._fields)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bfloat16", "float32"])
 def test_wrong_gradients_are_rejected(dtype: Any, name: str) -> None:
