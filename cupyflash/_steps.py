@@ -6,11 +6,11 @@ into its tensor maps.
 """
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from . import _tickets
 from ._launch import Launch, Loaded, Steps, load
-from ._tensor_map import BYTES, TensorMap, moving
+from ._tensor_map import BYTES, moving
 
 __all__ = ["SCRATCH_ALIGNMENT", "TICKETS", "BoundSteps", "bind_steps", "scratch_bytes"]
 
@@ -47,50 +47,42 @@ class BoundSteps:
             launch(words, base, stream)
 
 
-Write = Callable[..., None]  # (params, values): into their place
+PACK = {n: struct.Struct(f"<{n}Q").pack_into for n in (1, 3)}  # by number of words
 
 
 class _BoundStep:
     """One launch of `BoundSteps`."""
 
-    __slots__ = ("_loaded", "_params", "_scratch", "_tickets", "_words", "places")
+    __slots__ = ("_loaded", "_maps", "_params", "_scratch", "_tickets", "_words", "places")
 
     def __init__(self, launch: Launch, loaded: Loaded, names: tuple[str, ...], device: int) -> None:
-        maps = dict(launch.maps)
+        maps = {at: moving(tensor) for at, tensor in launch.maps}
         own = [(name if isinstance(name, str) else names[name], at) for name, at in launch.places]
         self.places = {name for name, _ in own if name != TICKETS}
         self._loaded = loaded
         self._params = launch.params
-        self._words = [(name, _writer(at, maps)) for name, at in own if name != TICKETS]
-        self._scratch = [(offset, _writer(at, maps)) for at, offset in launch.scratch]
-        drawn = [_writer(at, maps) for name, at in own if name == TICKETS]
-        self._tickets = [(_tickets.of(loaded.function, device), write) for write in drawn]
+        self._words = [(name, at) for name, at in own if at not in maps and name != TICKETS]
+        self._maps = [(name, at, maps[at]) for name, at in own if at in maps]
+        self._scratch = [(offset, at, maps.get(at)) for at, offset in launch.scratch]
+        self._tickets = [
+            (at, _tickets.of(loaded.function, device)) for name, at in own if name == TICKETS
+        ]
 
     def __call__(self, words: Words, scratch: int, stream: int) -> None:
-        params = bytearray(self._params)
-        for name, write in self._words:
-            write(params, *words[name])
-        for offset, write in self._scratch:
-            write(params, scratch + offset)
-        for tickets, write in self._tickets:
-            write(params, tickets(stream))
+        params, pack = bytearray(self._params), PACK[1]
+        for name, at in self._words:
+            values = words[name]
+            PACK[len(values)](params, at, *values)
+        for name, at, moved in self._maps:
+            params[at : at + BYTES] = moved(words[name][0])
+        for offset, at, map_at in self._scratch:
+            if map_at is None:
+                pack(params, at, scratch + offset)
+            else:
+                params[at : at + BYTES] = map_at(scratch + offset)
+        for at, tickets in self._tickets:
+            pack(params, at, tickets(stream))
         self._loaded(bytes(params), stream)
-
-
-def _writer(at: int, maps: Mapping[int, TensorMap]) -> Write:
-    """Return what writes words at an offset in Params, or the tensor map there for an address."""
-    if at in maps:
-        moved = moving(maps[at])
-
-        def write_map(params: bytearray, pointer: int) -> None:
-            params[at : at + BYTES] = moved(pointer)
-
-        return write_map
-
-    def write_words(params: bytearray, *values: int) -> None:
-        struct.pack_into(f"<{len(values)}Q", params, at, *values)
-
-    return write_words
 
 
 def bind_steps(

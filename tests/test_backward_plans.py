@@ -1,6 +1,8 @@
 """Backward calls on a GPU that is none: plans and their replay, copies, captures, scratch."""
 
 import json
+import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_backward import NAME, FakeBackward, install_backward
-from fake_gpu import FakeArray, Guard
+from fake_gpu import FakeArray, Guard, Map
 from test_replay import EVERY, NAMES, modifiers, put
 
 import cupyflash
@@ -22,6 +24,9 @@ from cupyflash import (
 )
 from cupyflash._array import HOST
 from cupyflash._bench import units
+from cupyflash._launch import Launch, Steps
+from cupyflash._steps import bind_steps
+from cupyflash._tensor_map import BYTES, TensorMap
 from cupyflash.cli import main
 
 
@@ -395,6 +400,27 @@ def test_nothing_of_the_host_is_planned(fake: FakeBackward, rng: np.random.Gener
     assert not len(_backward.PLANS)
     assert not fake.launches
     assert HOST not in Guard.entered
+
+
+def test_arrays_of_masks_and_scratch_may_have_tensor_maps(
+    fake: FakeBackward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    loaded = lambda grid, block, args, shared, stream: seen.append(args[0].tobytes())  # noqa: E731
+    monkeypatch.setattr(_jit, "load", lambda cubin, device, shared_bytes: loaded)
+    tensor = TensorMap(0, "float32", (64, 32, 1, 1), (256, 8192, 8192), (32, 32, 1, 1), 128)
+    launch = Launch(
+        "unit", "symbol", "sm_90", (1, 1, 1), (32, 1, 1), 0, bytes(2 * BYTES + 32),
+        maps=((0, tensor), (BYTES, tensor)), places=((0, 0), ("state", 2 * BYTES)),
+        scratch=((BYTES, 1024), (2 * BYTES + 24, 512)),
+    )  # fmt: skip
+    bound = bind_steps(Steps(2048, (launch, replace(launch, grid=(0, 1, 1)))), 0, ["ids"])
+    assert bound.places == {"ids", "state"}
+    bound({"ids": (4096,), "state": (0, 5, 6)}, 65536 + 16, 7)
+    (params,) = seen
+    addresses = [Map.from_buffer_copy(params, at).pointer for at in (0, BYTES)]
+    assert addresses == [4096, 65536 + 256 + 1024]
+    assert struct.unpack_from("<4Q", params, 2 * BYTES) == (0, 5, 6, 65536 + 256 + 512)
 
 
 # What a call would do
