@@ -5,12 +5,25 @@ import ctypes
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import GPU_KERNEL, HOPPER, Operand, Result, attend, hosted, same_bits, strided
+from harness import (
+    GPU_KERNEL,
+    HOPPER,
+    Operand,
+    Result,
+    attend,
+    hosted,
+    run_child,
+    same_bits,
+    strided,
+)
 
 import cupyflash
 from cupyflash import _accuracy, _emulator
@@ -125,3 +138,19 @@ def numbers(n: int = 4) -> Iterator[Numbers]:
     finally:
         runtime.emu_free(x)
         runtime.emu_free(counts)
+
+
+def sanitized(
+    library: str, script: str, *arguments: str, **options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder, a sanitizer's library loaded before all that Python loads."""
+    command = [build.compiler().path, f"-print-file-name={library}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(path).is_absolute():
+        pytest.skip(f"g++ has no {library}")
+    # Where addresses are random in more bits than a sanitizer expects, it does not start.
+    fixed = ["setarch", "--addr-no-randomize"]
+    if shutil.which(fixed[0]) is None or subprocess.run([*fixed, "true"], check=False).returncode:
+        fixed = []
+    child = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    return run_child(*fixed, "env", f"LD_PRELOAD={path}", *child, timeout=900, **options)

@@ -15,6 +15,8 @@ uint32_t atomic_inc(uint32_t *global, uint32_t last, Loc loc) {
   check_global(global, sizeof last, "atom.inc", loc);
   const uint32_t before = *global;
   *global = before >= last ? 0 : before + 1;
+  tsan::acquire(global);
+  tsan::release(global);
   wake_values();
   return before;
 }
@@ -28,6 +30,7 @@ void reduce_add(float *global, const float *x, uint32_t count, Loc loc) {
 void release_add(uint32_t *global, uint32_t x, Loc loc) {
   check_global(global, sizeof x, "red.release.add", loc);
   *global += x;
+  tsan::release(global);
   wake_values();
 }
 

@@ -27,6 +27,20 @@ void land(Copy &copy, const Thread &thread) {
   copy.landed = true;
 }
 
+// For ThreadSanitizer: copies are deeds of a fiber that learns what their thread knows at each issue, and of whose
+// groups the thread learns by waiting for them.
+void touch(Copies &copies, const unsigned char *to, const void *from, int bytes, const void *counter) {
+  copies.fiber.begin();
+  const tsan::As as(copies.fiber);
+  if (from) tsan::read(from, bytes, counter);
+  tsan::write(to, bytes, counter);
+}
+
+void end_group(Copies &copies) {
+  const tsan::As as(copies.fiber);
+  tsan::release(&copies.written[copies.committed % Copies::GROUPS]);
+}
+
 }  // namespace
 
 void copy_async(uint32_t shared, const void *global, int bytes, bool present, Loc loc) {
@@ -35,6 +49,7 @@ void copy_async(uint32_t shared, const void *global, int bytes, bool present, Lo
   unsigned char *to = block.shared.at(shared, bytes, bytes, NAME, loc);
   if (present) check_global(global, bytes, NAME, loc);
   block.shadow.begin_copy(shared - Shared::BASE, bytes, {self, NAME, loc});
+  if (tsan::present()) touch(self.copies, to, present ? global : nullptr, bytes, __builtin_return_address(0));
   memset(to, NAN_BYTE, bytes);
   ++machine.stats.cp_async;
   machine.stats.tiles_loaded_bytes += bytes;
@@ -45,7 +60,11 @@ void copy_async(uint32_t shared, const void *global, int bytes, bool present, Lo
   self.copies.in_flight.push_back(copy);
 }
 
-void copy_commit() { ++machine.thread->copies.committed; }
+void copy_commit() {
+  Copies &copies = machine.thread->copies;
+  end_group(copies);
+  ++copies.committed;
+}
 
 void copy_wait(int pending, Loc loc) {
   Thread &self = *machine.thread;
@@ -60,6 +79,9 @@ void copy_wait(int pending, Loc loc) {
   for (auto copy = copies.in_flight.begin(); copy != end; ++copy)
     machine.block->shadow.end_copy(copy->shared - Shared::BASE, copy->bytes, {self, NAME, loc});
   copies.in_flight.erase(copies.in_flight.begin(), end);
+  if (pending == ALL) end_group(copies);
+  for (; copies.known < copies.awaited; ++copies.known) tsan::acquire(&copies.written[copies.known % Copies::GROUPS]);
+  copies.known = std::min(copies.known, copies.committed);  // the open group may get more
 }
 
 std::string Copies::state() const {

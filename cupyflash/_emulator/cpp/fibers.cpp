@@ -69,7 +69,7 @@ void prepare(Context &context, const Stack &stack, void (*main)()) {
   context.stack_pointer = top;
 }
 
-void change(Context &from, Context &to) { emu_change(&from, &to); }
+static void exchange(Context &from, Context &to) { emu_change(&from, &to); }
 
 #else
 
@@ -81,8 +81,14 @@ void prepare(Context &context, const Stack &stack, void (*main)()) {
   makecontext(&context.registers, main, 0);
 }
 
-void change(Context &from, Context &to) { swapcontext(&from.registers, &to.registers); }
+static void exchange(Context &from, Context &to) { swapcontext(&from.registers, &to.registers); }
 
 #endif
+
+void change(Context &from, Context &to) {
+  from.fiber = tsan::Fiber::running();
+  to.fiber.continued();
+  exchange(from, to);
+}
 
 }  // namespace emu

@@ -2,6 +2,8 @@
 #pragma once
 #include <stddef.h>
 
+#include "tsan.h"
+
 // EMU_PORTABLE chooses what other machines than x86-64 have.
 #if !defined(__x86_64__) || defined(EMU_PORTABLE)
 #define EMU_UCONTEXT
@@ -14,10 +16,12 @@ namespace emu {
 #if !defined(EMU_UCONTEXT)
 struct Context {
   void *stack_pointer = nullptr;
+  tsan::Fiber fiber;
 };
 #else
 struct Context {
   ucontext_t registers;
+  tsan::Fiber fiber;
 };
 #endif
 

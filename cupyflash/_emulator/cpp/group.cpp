@@ -32,6 +32,7 @@ void release(Block &block, NamedBarrier &barrier) {
     warp->sync();
   }
   barrier.arrived = barrier.waiting_warps = 0;
+  barrier.phases.pass();
   memset(barrier.visits, 0, sizeof barrier.visits);
   wake(barrier);
 }
@@ -62,11 +63,13 @@ void come(uint32_t id, uint32_t threads, bool wait, Loc loc) {
   } else {
     ++warp.clock.time[warp.number];
   }
+  const void *phase = barrier.phases.come();
   if (++barrier.arrived < threads) {
     if (wait) wait_for(barrier, loc);
   } else {
     release(block, barrier);
   }
+  if (wait) tsan::acquire(phase);
 }
 
 // Any lane, the same at every election.

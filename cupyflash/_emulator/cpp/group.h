@@ -6,6 +6,7 @@
 #include "clock.h"
 #include "object.h"
 #include "runtime.h"
+#include "tsan.h"
 
 namespace emu {
 
@@ -19,6 +20,7 @@ struct NamedBarrier : Object {
   uint32_t waiting_warps = 0;             // a bit each
   uint8_t visits[Clock::WARPS][32] = {};  // by lane
   Clock clock;
+  tsan::Phases phases;
 
   std::string state() const override;
 };

@@ -14,6 +14,13 @@ namespace emu {
 
 Machine machine;
 
+Thread::~Thread() {
+  for (tsan::Fiber *fiber : {&copies.fiber, &context.fiber}) {
+    fiber->join();
+    fiber->destroy();
+  }
+}
+
 namespace {
 
 // CUDA C++ Programming Guide, of compute capability 9.0. Residents are together on one multiprocessor.
@@ -75,6 +82,22 @@ void make_block(Block &block, size_t first, unsigned threads, size_t shared_byte
   }
 }
 
+// For ThreadSanitizer: the threads of a block know of all that happened where an earlier one was.
+void start_fibers(const Block &block) {
+  if (!tsan::present()) return;
+  for (const auto &thread : block.threads) {
+    thread->context.fiber.join();
+    thread->copies.fiber.join();
+  }
+  for (const auto &thread : block.threads) {
+    const std::string name = subject(*thread);
+    thread->context.fiber.begin();
+    thread->context.fiber.name(name.c_str());
+    thread->copies.fiber.begin();
+    thread->copies.fiber.name(("cp.async of " + name).c_str());
+  }
+}
+
 // Everything as at the start of a block: memory and stacks are NaN, nothing has been done.
 void start(Block &block) {
   block.index = machine.waiting.back();
@@ -94,9 +117,11 @@ void start(Block &block) {
   }
   for (const auto &group : block.warpgroups) group->reset();
   reorder(block);
+  start_fibers(block);
   for (const auto &thread : block.threads) {
     thread->exited = false;
     thread->copies.committed = thread->stores.committed = 0;
+    thread->copies.known = 0;
     thread->stack.refill();
     prepare(thread->context, thread->stack, thread_main);
     make_ready(*thread);

@@ -10,6 +10,12 @@ namespace emu {
 
 namespace {
 
+// A lane, for ThreadSanitizer.
+const tsan::Fiber &fiber_of(uint32_t lane) {
+  const Thread &self = *machine.thread;
+  return self.block->threads[self.number / 32 * 32 + lane]->context.fiber;
+}
+
 template <bool TRANSPOSED>
 void load_x4(Lanes &lanes) {
   constexpr const char *NAME = TRANSPOSED ? "ldmatrix.trans" : "ldmatrix";
@@ -21,6 +27,10 @@ void load_x4(Lanes &lanes) {
     const uint32_t address = lanes.of<MatrixLoad>(lane).row;
     const unsigned char *row = block.shared.at(address, 16, 16, NAME, lanes.loc);
     block.shadow.read(address - Shared::BASE, 16, access);
+    for (const uint32_t reader : {lane, lane ^ 1}) {  // all lanes get parts of it, the one that stored it is not alone
+      const tsan::As as(fiber_of(reader));
+      tsan::read(row, 16, lanes.counter);
+    }
     memcpy(matrix[lane / 8][lane % 8], row, 16);
   }
   for (uint32_t lane = 0; lane < 32; ++lane) {
@@ -52,6 +62,8 @@ void store_x4(Lanes &lanes) {
     const uint32_t address = lanes.of<MatrixStore>(lane).row;
     unsigned char *row = block.shared.at(address, 16, 16, NAME, lanes.loc);
     block.shadow.write(address - Shared::BASE, 16, access);
+    const tsan::As as(fiber_of(lane));
+    tsan::write(row, 16, lanes.counter);
     memcpy(row, matrix[lane / 8][lane % 8], 16);
   }
 }

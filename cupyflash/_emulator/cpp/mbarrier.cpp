@@ -19,6 +19,7 @@ void end_if_complete(MBarrier &barrier) {
   const uint32_t parity = barrier.phase++ % 2;
   ++barrier.ended;
   barrier.pending = barrier.arrivals;
+  barrier.phases.pass();
   barrier.released = barrier.arrived;
   barrier.released.time[Clock::WARPS + barrier.number] = barrier.ended;
   wake(barrier.waiters[parity]);
@@ -36,6 +37,7 @@ void arrive(uint32_t address, uint32_t bytes, const char *name, Loc loc) {
   barrier.tx += bytes;
   --barrier.pending;
   barrier.arrived.join(warp.clock);
+  barrier.phases.come();
   ++warp.clock.time[warp.number];
   end_if_complete(barrier);
 }
@@ -125,6 +127,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc) {
            barrier.name().c_str());
   }
   machine.thread->warp->clock.join(barrier.released);
+  tsan::acquire(barrier.phases.of(parity));
 }
 
 }  // namespace emu

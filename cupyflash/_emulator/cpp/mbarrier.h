@@ -7,6 +7,7 @@
 #include "clock.h"
 #include "object.h"
 #include "runtime.h"
+#include "tsan.h"
 
 namespace emu {
 
@@ -30,6 +31,7 @@ struct MBarrier {
   uint32_t ended;       // phases, as clocks count them
   bool fenced = false;  // the asynchronous proxy sees it
   Waiters waiters[2];
+  tsan::Phases phases;
   Clock arrived, released;  // what was known to those who arrived, and that when the last phase ended
 
   std::string name() const;    // "the mbarrier at +8192 (made at ring.cuh:11)"

@@ -54,11 +54,6 @@ std::string shortened(const std::string &path) {
   return name == std::string::npos ? path : path.substr(name + 1);
 }
 
-std::string subject(const Thread &thread) {
-  const Index &block = thread.block->index;
-  return format("block (%u,%u,%u) thread %d", block.x, block.y, block.z, thread.number);
-}
-
 }  // namespace
 
 std::string format(const char *text, ...) {
@@ -75,6 +70,11 @@ std::string format(const char *text, ...) {
 std::string place(Loc loc) { return format("%s:%d", shortened(loc.file).c_str(), loc.line); }
 
 bool same(Loc a, Loc b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+
+std::string subject(const Thread &thread) {
+  const Index &block = thread.block->index;
+  return format("block (%u,%u,%u) thread %d", block.x, block.y, block.z, thread.number);
+}
 
 Trace trace_here() {
   void *counters[64];

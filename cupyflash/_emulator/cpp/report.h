@@ -39,6 +39,8 @@ struct Thread;
 [[noreturn]] void fail_for(const Thread &thread, Loc loc, const std::string &text, Trace trace = {});
 [[noreturn]] void fail_with(Failure failure);
 
+std::string subject(const Thread &thread);  // "block (0,0,0) thread 5"
+
 // Turns faults of the running thread into failures until it is destroyed.
 class FaultHandlers {
  public:

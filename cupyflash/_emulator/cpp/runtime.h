@@ -29,6 +29,7 @@ struct Lanes {
   void *operands[32];  // null for a lane outside the mask
   uint32_t mask;
   Loc loc;
+  const void *counter;  // where the unit called, of the first
 
   template <class Operands>
   Operands &of(uint32_t lane) {

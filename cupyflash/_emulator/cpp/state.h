@@ -18,6 +18,7 @@
 #include "runtime.h"
 #include "shadow.h"
 #include "transfer.h"
+#include "tsan.h"
 
 namespace emu {
 
@@ -37,10 +38,15 @@ struct Copy {
 
 // The copies of one thread: of groups below `committed`, and of the one that is open.
 struct Copies : Object, Operation {
+  static constexpr int GROUPS = 16;  // that ThreadSanitizer tells from each other
+
   Thread *thread = nullptr;
   std::vector<Copy> in_flight;  // in order of issue
   int committed = 0;
-  int awaited = 0;  // the thread waits for copies of groups below
+  int awaited = 0;       // the thread waits for copies of groups below
+  tsan::Fiber fiber;     // whose deeds they are
+  char written[GROUPS];  // addresses of releases, when all copies of a group are issued
+  int known = 0;         // groups that the thread has acquired
 
   void run() override;
   std::string state() const override;
@@ -60,6 +66,8 @@ struct Thread {
   bool exited = false;
   bool traps_invalid = false;  // operations of floats: it has wgmma in flight
   uint32_t fences = 0;         // of the asynchronous proxy, so far
+
+  ~Thread();
 };
 
 // The meeting of a warp's lanes at one instruction.
@@ -67,6 +75,7 @@ struct Meeting : Object {
   const Instruction *instruction = nullptr;
   Lanes lanes;
   uint32_t present = 0;  // lanes that have come
+  tsan::Phases phases;
 
   std::string state() const override;
 };
@@ -88,6 +97,7 @@ struct Barrier : Object {
   int arrived = 0;
   Loc loc;
   Clock clock;
+  tsan::Phases phases;
 
   std::string state() const override;
 };

@@ -60,6 +60,7 @@ void release(Block &block) {
     warp->sync();
   }
   barrier.arrived = 0;
+  barrier.phases.pass();
   wake(barrier);
 }
 
@@ -81,14 +82,20 @@ void together(const Instruction &instruction, void *operands, Loc loc, uint32_t 
   check_meeting(meeting, warp, instruction, loc, mask);
   if (meeting.present == 0) {
     meeting.instruction = &instruction;
-    meeting.lanes = {{}, mask, loc};
+    meeting.lanes = {{}, mask, loc, __builtin_return_address(0)};
   }
   meeting.lanes.operands[lane] = operands;
   meeting.present |= 1u << lane;
-  if (meeting.present != mask) return wait_for(meeting, loc);
-  instruction.run(meeting.lanes);
-  meeting.present = 0;
-  wake(meeting);
+  const void *phase = &instruction == &SYNC ? meeting.phases.come() : nullptr;  // no other one orders memory
+  if (meeting.present != mask) {
+    wait_for(meeting, loc);
+  } else {
+    instruction.run(meeting.lanes);
+    meeting.present = 0;
+    meeting.phases.pass();
+    wake(meeting);
+  }
+  if (phase) tsan::acquire(phase);
 }
 
 uint32_t lane() { return machine.thread->number % 32; }
@@ -103,11 +110,13 @@ void block_barrier(Loc loc) {
   if (barrier.arrived == 0) barrier.loc = loc;
   if (!same(barrier.loc, loc))
     fail(loc, "barrier, while other threads are at the barrier of %s", place(barrier.loc).c_str());
+  const void *phase = barrier.phases.come();
   if (++barrier.arrived < block.alive) {
     wait_for(barrier, loc);
   } else {
     release(block);
   }
+  tsan::acquire(phase);
   refill_below();
 }
 

@@ -1,0 +1,107 @@
+"""Emulated kernels under ThreadSanitizer, in a process of its own: ``races.py clean`` or a fault.
+
+``clean`` runs problems of the generic kernel and kernels of a few lines, and prints which. ``fault
+NAME FOLDER`` runs the problem of a mutation, planted in a copy of the sources in that folder, and
+``unordered NAME`` a kernel of a few lines without what orders it. The sanitizer writes what it
+finds to stderr. Its library has to be loaded before Python's: LD_PRELOAD says so to this process,
+not to those that it starts.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import mutations
+from cases import SMOKE
+from emulated import numbers, run, tiny
+from test_mutations import planted
+
+import cupyflash
+from cupyflash import _emulator
+
+SEEDS = (0, 1, 3)  # threads at random, first in first out, by rank of their warps
+PROBLEMS = {case.id: case for case in SMOKE} | mutations.PROBLEMS
+THREADS = 64  # of a block of a tiny kernel
+
+
+class Order(NamedTuple):
+    """What a kernel of a few lines does, with a place for what orders it, and what does not."""
+
+    body: str
+    by: str
+    not_by: str = ""
+    blocks: int = 1
+
+
+PRODUCE = "if (i < 32) { shared[i] = i; %s } else { "
+CONSUME = " p.x[i] = shared[63 - i]; }"
+ORDERS = {
+    "a barrier": Order("shared[i] = i; %s p.x[i] = shared[63 - i];", "ptx::barrier();"),
+    "a barrier of a warp": Order(
+        "shared[i] = i; %s p.x[i] = shared[i ^ 1];",
+        "ptx::warp_barrier();",
+        "ptx::shfl_xor(0.f, 1);",
+    ),
+    "the second of two barriers": Order(
+        "shared[i] = i; ptx::barrier(); p.x[i] = shared[63 - i]; %s shared[i] = 0;",
+        "ptx::barrier();",
+    ),
+    "a named barrier": Order(
+        PRODUCE % "ptx::named_barrier_arrive(1, 64);" + "%s" + CONSUME,
+        "ptx::named_barrier_sync(1, 64);",
+        "ptx::named_barrier_arrive(1, 64);",
+    ),
+    "an mbarrier": Order(
+        "const u32 full = ptx::smem_address(shared + 128);"
+        "if (i == 0) ptx::mbarrier_init(full, 32);"
+        "ptx::barrier();" + PRODUCE % "ptx::mbarrier_arrive(full);" + "%s" + CONSUME,
+        "ptx::mbarrier_wait(full, 0);",
+    ),
+    "a number of global memory": Order(
+        "if (blockIdx.x == 0) { p.x[i] = i; ptx::barrier(); if (i == 0) %s; }"
+        "else { if (i == 0) ptx::acquire_when(p.counts, 1); ptx::barrier(); p.x[63 - i] += 1; }",
+        "ptx::release_add(p.counts, 1)",
+        "ptx::atomic_add(p.counts, 1)",
+        blocks=2,
+    ),
+    "a place of one's own": Order("p.x[64 * %s + i] = 1;", "blockIdx.x", "0", blocks=2),
+}
+
+
+def run_tiny(order: Order, by: str) -> None:
+    headers = '#include "ptx/group.cuh"\n#include "ptx/mbarrier.cuh"\n'
+    with numbers(THREADS * order.blocks) as given:
+        launch = tiny(order.body % by, given.params, order.blocks)
+        _emulator.run(replace(launch, unit=headers + launch.unit), seed=0)
+
+
+def clean() -> None:
+    for name, order in ORDERS.items():
+        run_tiny(order, order.by)
+        print(name)
+    for name, case in PROBLEMS.items():
+        for seed in SEEDS:
+            run(*case.arrays(), seed=seed, **case.options)
+        print(name)
+
+
+def unordered(name: str) -> None:
+    run_tiny(ORDERS[name], ORDERS[name].not_by)
+
+
+def fault(name: str, folder: str) -> None:
+    (mutation,) = (m for m in mutations.ALL if m.name == name)
+    os.environ["CUPYFLASH_CUDA_DIR"] = str(planted(mutation, Path(folder)))
+    case = mutations.PROBLEMS[mutation.problem]
+    for seed in SEEDS:
+        try:
+            run(*case.arrays(), seed=seed, **case.options)
+        except cupyflash.KernelFault as fault:
+            print(fault)
+
+
+if __name__ == "__main__":
+    del os.environ["LD_PRELOAD"]
+    {"clean": clean, "unordered": unordered, "fault": fault}[sys.argv[1]](*sys.argv[2:])
