@@ -84,9 +84,9 @@ class Cubin(NamedTuple):
 
 def sources() -> dict[str, str]:
     """Return the text of every CUDA file by its name from the root, as an ``#include`` has it."""
-    root = _cuda_dir()
-    paths = [path for path in root.rglob("*") if path.suffix in (".cu", ".cuh")]
-    return {p.relative_to(root).as_posix(): p.read_text("utf-8") for p in sorted(paths)}
+    root = _cuda_dir().as_posix()
+    paths = sorted(p.as_posix() for p in Path(root).rglob("*.cu*") if p.suffix in (".cu", ".cuh"))
+    return {path[len(root) + 1 :]: Path(path).read_text("utf-8") for path in paths}
 
 
 def digest() -> str:

@@ -55,9 +55,8 @@ def reported(kernel: str, problem: str, seed: int) -> str:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even small problems have more than one group of heads, and g++ be quick."""
+    """Let even small problems have more than one group of heads."""
     build.runtime()  # as all tests have it, from their cache
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Og"))
     monkeypatch.setattr(_tuning, "heads_per_group", lambda *sizes: 3)
 
 

@@ -1,11 +1,26 @@
 // The CUDA language on the host: included before a unit, so that g++ compiles the sources of cuda/ as they are.
 #pragma once
-#include <math.h>
 #include <stddef.h>
 #include <string.h>
 
 #include <initializer_list>  // NVRTC has it built in
-#undef INFINITY              // a macro of the host; the kernels make their own
+
+// So it has these. <math.h> would declare them too, but takes g++ as long as half a kernel does.
+extern "C" {
+float fabsf(float) noexcept;
+float fminf(float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fmaf(float, float, float) noexcept;
+float floorf(float) noexcept;
+float ceilf(float) noexcept;
+float rintf(float) noexcept;
+float sqrtf(float) noexcept;
+float expf(float) noexcept;
+float exp2f(float) noexcept;
+float logf(float) noexcept;
+float log2f(float) noexcept;
+float tanhf(float) noexcept;
+}
 
 #define __device__
 #define __global__
