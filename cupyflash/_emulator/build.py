@@ -37,7 +37,8 @@ RUNTIME_FLAGS = ("-O2", "-fno-semantic-interposition", "-Wl,-Bsymbolic")
 # end a launch, and has less to do.
 WATCHED = (
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
-    "-fno-sanitize-recover=all", "-nodefaultlibs",
+    "-fno-sanitize-recover=all",
+    "-nodefaultlibs",
 )
 TWINS = Path(__file__).parent / "cpp"
 RUNTIME = "runtime.so"
