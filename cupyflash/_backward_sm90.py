@@ -30,14 +30,15 @@ MODIFIERS = ("softcap", "alibi_slopes", "attn_bias", "dropout_p")  # that act on
 SMALL_MASK = 16  # bytes of a mask that registers hold
 MAX_BLOCKS = 2**31 - 1
 
-# After the six maps: 2 + 3 pointers, strides of dk and dv, 8 integers, the scales.
-PARAMS = struct.Struct("<5Q6q8i2f")
+# After the six maps: 2 + 3 pointers, strides of dk and dv, 10 integers, the scales.
+PARAMS = struct.Struct("<5Q6q10i2f")
 MAPS = ("q", "dout", "k", "v", "dk", "dv")
 OFFSET = len(MAPS) * BYTES
 POLICIES_OFFSET = OFFSET + PARAMS.size
 POINTERS = ("dk", "dv", "lse_log2", "delta", "dq")  # the last three are in the scratch
 ALIGNMENT = 64  # bytes, of a tensor map
 ROWS_STORED = 64  # of a copy of dk and dv
+L2_BYTES = 32 << 20  # what blocks under way may share
 SWIZZLE = 128  # bytes: the span, and a row of a box
 CONVERT_PARAMS = struct.Struct("<2Q3q5if")
 
@@ -148,6 +149,17 @@ def _blocks(problem: Problem, chosen: BackwardSm90) -> int:
     return -(-problem.len_k // chosen.block_k) * problem.batch * problem.heads_k
 
 
+def _heads_per_group(problem: Problem) -> int:
+    """Return how many kv heads share the L2 cache; blocks of one length need no order."""
+    if not problem.band.bounded:
+        return 1
+    # Of a query q and dout, and dq in fp32; of a key k and v.
+    per_query = problem.heads_q // problem.heads_k * (8 * problem.head_dim)
+    per_key = 4 * problem.head_dim
+    size = problem.len_q * per_query + problem.len_k * per_key
+    return max(1, L2_BYTES // max(size, 1))
+
+
 def config(problem: Problem) -> BackwardSm90:
     """Return the configuration that the unit of a problem is rendered from."""
     chosen = policies(problem)
@@ -223,6 +235,8 @@ def _main(
             problem.head_dim,
             problem.head_dim_v,
             stat_rows(problem),
+            _heads_per_group(problem),
+            0,
             problem.scale * LOG2_E,
             problem.scale,
         )

@@ -10,28 +10,32 @@ namespace backward {
 template <class Consumer>
 DEVICE void differentiate(const Params &p, Shared &shared) {
   const int group = ptx::uniform(threadIdx.x / 128), warp = ptx::uniform(threadIdx.x / 32 % 4);
-  if (threadIdx.x / 32 == 0) {
+  if (threadIdx.x / 32 == 4 * CONSUMERS) {
     const Place place = place_of<Sequences>(p, p.sequences);
     if (ptx::lane() == 0) {
-      shared.place = place, shared.blocks = 0;
-      for (Walk walk(p, place); !walk.done(); walk.advance()) ++shared.blocks;
+      shared.k_ring.init(1);
+      shared.v_ring.init(1);
+      shared.q_ring.init(4 * CONSUMERS);
+      shared.dout_ring.init(4 * CONSUMERS);
+      shared.ds_ring.init(4 * CONSUMERS, WIDE ? 4 : 4 * CONSUMERS);
+      shared.passed.init();
+      shared.tail.init();
+      ptx::fence_mbarrier_init();
+      shared.place = place;
+      Loader loader(p, shared);
+      shared.blocks = loader.walk.count();
+      if constexpr (!VARIES) loader.begin();  // the sooner the better; rows to clear need another warp
     }
-  }
-  if (threadIdx.x == 0) {
-    shared.k_ring.init(1);
-    shared.v_ring.init(1);
-    shared.q_ring.init(4 * CONSUMERS);
-    shared.dout_ring.init(4 * CONSUMERS);
-    shared.ds_ring.init(4 * CONSUMERS, WIDE ? 4 : 4 * CONSUMERS);
-    shared.passed.init();
-    shared.tail.init();
-    ptx::fence_mbarrier_init();
   }
   ptx::barrier();  // the barriers are made, and the place is known
   if (group == CONSUMERS) {
     ptx::registers_decrease<24>();
     if (warp == 0) {
-      if (ptx::elect()) Loader(p, shared, shared.place).run();
+      if (ptx::lane() == 0) {
+        Loader loader(p, shared);
+        if constexpr (VARIES) loader.begin();
+        loader.run();
+      }
     } else if (warp <= CONSUMERS) {
       if (ptx::elect()) drain(p, shared, shared.place, warp - 1);
     } else {

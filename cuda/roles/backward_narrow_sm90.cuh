@@ -147,7 +147,7 @@ struct NarrowConsumer : Consumer {
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
     store(p.dk, k, key, 0, Keys::COUNT);
-    ptx::bulk_wait<0>();
+    ptx::bulk_wait_read<0>();  // shared memory ends with the block
   }
 
   DEVICE void run() {

@@ -13,13 +13,17 @@ struct Loader {
   const Params &p;
   S &shared;
   const Place &place;
+  Walk walk;
+  u32 number = 0;  // of the walk's block
   Cursor<1> tail;
 
-  DEVICE Loader(const Params &p, S &shared, const Place &place) : p(p), shared(shared), place(place) {}
+  DEVICE Loader(const Params &p, S &shared) : p(p), shared(shared), place(shared.place), walk(p, shared.place) {}
 
-  // Starts the copies of a tile of Q or dO, and of the numbers of its rows, to a slot of a ring.
-  DEVICE void load(Ring<STAGES> &ring, const Cursor<STAGES> &at, Queries *tiles, const ptx::TensorMap &map,
-                   float (*numbers)[BLOCK_Q], const float *from, const Block &block) {
+  // Starts the copies of a tile of Q or dO, and of the numbers of its rows.
+  DEVICE void load(Ring<STAGES> &ring, Queries *tiles, const ptx::TensorMap &map, float (*numbers)[BLOCK_Q],
+                   const float *from) {
+    const Block &block = walk.block;
+    const Cursor<STAGES> at(number);
     at.wait_empty(ring);
     const u32 full = full_of(tiles[at.slot], at.full(ring), place.q.length - block.q);
     ptx::mbarrier_arrive_expect_tx(full, Queries::BYTES + BLOCK_Q * sizeof(float));
@@ -27,6 +31,14 @@ struct Loader {
                   batch_of(place));
     ptx::bulk_load(ptx::smem_address(numbers[at.slot]), from + stat_of(p, place, block), BLOCK_Q * sizeof(float), full);
   }
+
+  // Q of a block, and which it is.
+  DEVICE void load_q() {
+    Cursor<STAGES>(number).wait_empty(shared.q_ring);
+    shared.block[number % BLOCKS] = walk.block;
+    load(shared.q_ring, shared.q, p.q, shared.lse_log2, p.lse_log2);
+  }
+  DEVICE void load_dout() { load(shared.dout_ring, shared.dout, p.dout, shared.delta, p.delta); }
 
   // K or V of the block.
   DEVICE void load(const Ring<1> &ring, Keys &tile, const ptx::TensorMap &map) {
@@ -52,20 +64,24 @@ struct Loader {
     return barrier;
   }
 
-  DEVICE void run() {
+  // The first copies, which wait for nobody.
+  DEVICE void begin() {
     load(shared.k_ring, shared.k, p.k);
+    if (!walk.done()) load_q();
     load(shared.v_ring, shared.v, p.v);
-    Cursor<STAGES> at;
-    int number = 0;
-    for (Walk walk(p, place); !walk.done(); walk.advance()) {
-      at.wait_empty(shared.q_ring);
-      shared.block[number++ % BLOCKS] = walk.block;
-      load(shared.q_ring, at, shared.q, p.q, shared.lse_log2, p.lse_log2, walk.block);
-      load(shared.dout_ring, at, shared.dout, p.dout, shared.delta, p.delta, walk.block);
-      at.advance();
+    if (!walk.done()) load_dout();
+  }
+
+  DEVICE void run() {
+    if (!walk.done()) {
+      for (advance(); !walk.done(); advance()) {
+        load_q();
+        load_dout();
+      }
     }
     if constexpr (VARIES) ptx::mbarrier_arrive(announce(nullptr, 0, 0, 0, 0));  // there are no more
   }
+  DEVICE void advance() { walk.advance(), ++number; }
 };
 
 // A warp that clears the rows of tiles beyond their sequence: 0 x NaN would reach gradients.
@@ -106,7 +122,6 @@ DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
       ptx::mbarrier_arrive(at.empty(ring));
       at.advance();
     }
-    ptx::bulk_wait<0>();
   }
 }
 

@@ -8,6 +8,7 @@
 #include "tile/sink.cuh"
 #include "tile/stat_rows.cuh"
 #include "tile/warpgroup.cuh"
+#include "tile/work.cuh"
 
 namespace backward {
 
@@ -42,7 +43,9 @@ struct Params {
   int batch, len_q, len_k, heads_q, heads_k;
   int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM
   int stat_rows;             // see tile/stat_rows.cuh
-  float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
+  int group;                 // kv heads whose arrays share the L2 cache
+  int unused;
+  float scale_log2, scale;  // softmax_scale * log2(e), and softmax_scale
   alignas(8) Mask::Params mask;
   Score::Params score;
   Dropout::Params dropout;
@@ -121,27 +124,29 @@ static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same s
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
 static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
 
-// Blocks of one head follow each other, its first keys first: under a causal mask those have most queries. Packed
-// sequences have as many slots for blocks as their rows may need wherever they begin, see tile/place.cuh. By a full
-// warp.
+// Blocks of keys run roughly in the order of their index. Heads go in groups whose arrays fit the L2 cache together;
+// inside a group the first keys come first, since under a causal mask those have most queries, and heads alternate
+// fastest. Packed sequences have as many slots for blocks as their rows may need wherever they begin, see
+// tile/place.cuh. By a full warp.
 template <class Sequences>
 DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences) {
+  constexpr bool PACKED = Sequences::PACKED;
+  const int blocks = PACKED ? p.len_k / BLOCK_K + p.batch + 2 : (p.len_k + BLOCK_K - 1) / BLOCK_K;
+  const Work work(blockIdx.x, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
+  const int at = blocks - 1 - work.tile;  // Work begins with the last
   Place place;
-  if constexpr (Sequences::PACKED) {
-    const int slots = p.len_k / BLOCK_K + p.batch + 2, at = static_cast<int>(blockIdx.x % slots);
+  place.head_k = work.head;
+  if constexpr (PACKED) {
     const auto slot = [&](int i) {
       return static_cast<int>(i == 0 ? 0 : sequences.cu_k.clipped(i - 1, 0, p.len_k) / BLOCK_K) + i;
     };
     const int i = last_at_most(at, p.batch + 2, slot, ptx::lane());
     const int b = i == 0 ? p.batch : i <= p.batch ? i - 1 : i;  // before the first, a sequence, or after the last
-    place.batch = b, place.head_k = static_cast<int>(blockIdx.x / slots);
-    place.key = (at - slot(i)) * BLOCK_K;
+    place.batch = b, place.key = (at - slot(i)) * BLOCK_K;
     place.q = b < p.batch ? Sequences::queries(sequences, b, p.batch, p.len_q) : Span{0, 0, 0};
     place.k = Sequences::every_keys(sequences, b, p.batch, p.len_k);
   } else {
-    const int blocks = (p.len_k + BLOCK_K - 1) / BLOCK_K, head = static_cast<int>(blockIdx.x / blocks);
-    place.batch = head / p.heads_k, place.head_k = head % p.heads_k;
-    place.key = static_cast<int>(blockIdx.x % blocks) * BLOCK_K;
+    place.batch = work.batch, place.key = at * BLOCK_K;
     place.q = Sequences::queries(sequences, place.batch, p.batch, p.len_q);
     place.k = Sequences::keys(sequences, place.batch, p.len_k);
   }
@@ -163,11 +168,19 @@ struct Walk {
     enter();
   }
 
+  // How many there are, from here on.
+  DEVICE u32 count() const {
+    u32 blocks = 0;
+    for (Walk walk = *this; !walk.done(); walk.next_head()) blocks += (walk.end - walk.block.q + BLOCK_Q - 1) / BLOCK_Q;
+    return blocks;
+  }
+
   DEVICE bool done() const { return block.head == (place.head_k + 1) * (p.heads_q / p.heads_k); }
   DEVICE void advance() {
     block.q += BLOCK_Q;
-    if (block.q >= end) ++block.head, enter();
+    if (block.q >= end) next_head();
   }
+  DEVICE void next_head() { ++block.head, enter(); }
 
  private:
   DEVICE void enter() {

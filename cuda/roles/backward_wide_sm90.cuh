@@ -159,7 +159,7 @@ struct WideConsumer : Consumer {
     ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
     store(p.dv, ptx::smem_address(shared.v.data), key, group * PANELS, PANELS);
     store(p.dk, ptx::smem_address(shared.k.data), key, group * PANELS, PANELS);
-    ptx::bulk_wait<0>();
+    ptx::bulk_wait_read<0>();  // shared memory ends with the block
   }
 
   DEVICE void run() {
