@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from cupyflash import InvalidArgument, _jit, reference
 from cupyflash._bench import (
     environment,
+    gradients,
     modifiers,
     peers,
     results,
@@ -1031,3 +1032,23 @@ def test_all_that_a_suite_needs_is_compiled_before_it_starts(monkeypatch) -> Non
     asked.clear()
     sweep.compile_ahead((run.Group((SMALL,), (), "cpu"),))
     assert asked == []
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_gradients_are_held_against_fp64(mask: str) -> None:
+    pytest.importorskip("torch")
+    case = Case("bf16", 2, 96, 96, 4, 2, 32, 32, mask)
+    arrays = case.shared_inputs()
+    runner = gradients.own(case, arrays, "cpu")
+    truth = gradients.GradientTruth(case, arrays, "cpu")
+    results = runner.view(runner.call())
+    error, wrong = truth.compare(results)
+    assert not wrong
+    assert error is not None
+    assert 0 < error < 0.1
+    for n, name in enumerate(("dq", "dk", "dv")):
+        spoilt = [x.clone() for x in results]
+        spoilt[n][0, 5, 0, 3] += 0.25
+        assert truth.compare(spoilt)[1].startswith(f"wrong: {name}")
+    assert "shape" in truth.compare([results[0][:1], *results[1:]])[1]

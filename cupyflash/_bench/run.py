@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import gradients
 from .case import Case
 from .peers import Peer
 from .results import OWN, PLAIN
@@ -39,6 +40,7 @@ class Group:
     kernel: str | None = None
     frameworks: tuple[str, ...] = ("",)  # whose arrays cupyflash is given; "" is the peers' own
     plain: bool = False  # whether our causal kernel without the case's modifier is timed too
+    backward: bool = False  # whether gradients are computed, of torch tensors
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     """Check and time one case with cupyflash and every peer of the group."""
     arrays = case.shared_inputs()
     entries = entries_of(case, group)
-    truths = {entry.case: Truth(entry.case, arrays) for entry in entries}
+    truth = gradients.GradientTruth if group.backward else Truth
+    truths = {entry.case: truth(entry.case, arrays) for entry in entries}
     for entry in entries:
         attempt(entry, functools.partial(start, entry, arrays, group.device, truths[entry.case]))
     if group.device == "cuda":
@@ -99,11 +102,13 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
         shift = turn % len(entries)
         for entry in entries[shift:] + entries[:shift]:
             attempt(entry, functools.partial(time_once, entry, effort.budget_s))
-    return [row_of(case, entry) for entry in entries]
+    return [row_of(case, entry, group.backward) for entry in entries]
 
 
 def entries_of(case: Case, group: Group) -> list[Entry]:
     """Return everyone who is timed on a case."""
+    if group.backward:
+        return backward_entries(case, group)
     own = functools.partial(cupyflash, kernel=group.kernel)
     entries = [
         Entry(OWN, case, functools.partial(own, framework=framework))
@@ -113,6 +118,17 @@ def entries_of(case: Case, group: Group) -> list[Entry]:
         plain = dataclasses.replace(case, mask="causal", modifier="")
         entries.append(Entry(PLAIN, plain, own))
     return entries + [Entry(peer.name, case, peer.runner) for peer in group.peers]
+
+
+def backward_entries(case: Case, group: Group) -> list[Entry]:
+    """Return everyone whose backward pass is timed on a case."""
+    gradients.release()
+    own = functools.partial(gradients.own, kernel=group.kernel)
+    others = [
+        Entry(peer.name, case, functools.partial(gradients.of_peer, peer.runner))
+        for peer in group.peers
+    ]
+    return [Entry(OWN, case, own), *others]
 
 
 def attempt(entry: Entry, step: Callable[[], None]) -> None:
@@ -128,7 +144,9 @@ def attempt(entry: Entry, step: Callable[[], None]) -> None:
         entry.error = f"{type(failure).__name__}: {first}"
 
 
-def start(entry: Entry, arrays: Arrays, device: str, truth: Truth) -> None:
+def start(
+    entry: Entry, arrays: Arrays, device: str, truth: Truth | gradients.GradientTruth
+) -> None:
     """Build, call once, compare with the oracle, and capture."""
     entry.runner = runner = entry.build(entry.case, arrays, device)
     with runner.context():
@@ -166,13 +184,14 @@ def preheat(entries: list[Entry], seconds: float) -> None:
                 runner.clock.sync(runner.call())
 
 
-def row_of(case: Case, entry: Entry) -> Row:
+def row_of(case: Case, entry: Entry, backward: bool = False) -> Row:
     """Return the row of a results file: rates are of what the entry computed."""
     kernel_us = median(entry.kernel_rounds)
     call_us = median(entry.call_rounds)
     best_us = kernel_us if kernel_us is not None else call_us
+    flops = entry.case.flops() * (gradients.FLOPS if backward else 1)
     row: Row = {
-        "pass": "fwd",
+        "pass": "bwd" if backward else "fwd",
         "impl": entry.impl,
         "kernel": entry.runner.kernel if entry.runner else None,
         "dtype": case.dtype,
@@ -188,8 +207,8 @@ def row_of(case: Case, entry: Entry) -> Row:
         "options": entry.runner.options if entry.runner else {},
         "kernel_us": kernel_us,
         "call_us": call_us,
-        "tflops": entry.case.flops() / best_us / 1e6 if best_us else None,
-        "gbps": entry.case.bytes() / best_us / 1e3 if best_us else None,
+        "tflops": flops / best_us / 1e6 if best_us else None,
+        "gbps": entry.case.bytes() / best_us / 1e3 if best_us and not backward else None,
         "max_error": entry.max_error,
         "rounds_us": entry.kernel_rounds or entry.call_rounds,
     }

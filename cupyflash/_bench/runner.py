@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from .. import _attention, _explain, _kernels
 from ..errors import CupyflashError
-from .case import Case
+from .case import Case, normal
 from .modifiers import Place
 from .timing import Call, CupyClock, HostClock, JaxClock, TorchClock
 
@@ -56,6 +57,7 @@ class OnDevice:
     def __init__(self) -> None:
         self._key: tuple[Arrays, str] | None = None
         self._tensors: list[Any] = []
+        self._leaves: list[Any] | None = None
 
     def __call__(self, arrays: Arrays, device: str) -> list[Any]:
         """Return copies of NumPy arrays (those of ml_dtypes too) on a device."""
@@ -63,7 +65,20 @@ class OnDevice:
             self._tensors.clear()  # before others are allocated
             self._tensors[:] = (torch_tensor(x).to(device) for x in arrays)
             self._key = arrays, device
+        if self._leaves is not None:
+            self._leaves[:] = (x.detach().requires_grad_() for x in self._tensors)
+            return list(self._leaves)
         return list(self._tensors)
+
+    @contextlib.contextmanager
+    def differentiable(self) -> Iterator[list[Any]]:
+        """Hand out tensors that require grad, and list them."""
+        leaves: list[Any] = []
+        self._leaves = leaves
+        try:
+            yield leaves
+        finally:
+            self._leaves = None
 
 
 torch_arrays = OnDevice()
@@ -87,6 +102,12 @@ def torch_tensor(x: np.ndarray) -> Any:
 def torch_operand(x: np.ndarray, device: str) -> Any:
     """Return a copy of a NumPy array as a torch tensor on a device."""
     return torch_tensor(np.ascontiguousarray(x)).to(device)
+
+
+@functools.lru_cache(maxsize=2)
+def normal_torch(dtype: str, shape: tuple[int, ...], seed: int, device: str) -> Any:
+    """Return standard normal numbers as a tensor, only to be read."""
+    return torch_operand(normal(dtype, math.prod(shape), seed).reshape(shape), device)
 
 
 @functools.cache

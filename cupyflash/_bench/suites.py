@@ -23,6 +23,7 @@ EFFORTS = {
     "hopper": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
     "modifiers": Effort(rounds=7, budget_s=0.025),
     "varlen": Effort(rounds=7, budget_s=0.025),
+    "backward": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
 }
 
 
@@ -66,6 +67,13 @@ def hopper() -> tuple[Group, ...]:
         Group(dense("bf16", (128,), (8192,), ("window:1024,0",)), peers("fa4")),
         Group(dense("e4m3", (64, 128, 256), (8192,)), peers("fa3")),
     )
+
+
+def backward() -> tuple[Group, ...]:
+    """Return what the Hopper kernel of gradients is held to."""
+    bf16 = dense("bf16", (64, 128, 256), LENGTHS)
+    cases = (*bf16, *long("bf16", 16, 2, 128, 128))
+    return (Group(cases, peers("fa4", "cudnn", "fa2"), backward=True),)
 
 
 def modifiers() -> tuple[Group, ...]:
@@ -171,6 +179,7 @@ def suites() -> dict[str, tuple[Group, ...]]:
             Group(dense("fp32"), (PEERS["efficient"],), kernel=sm80),
         ),
         "hopper": hopper(),
+        "backward": backward(),
         "modifiers": modifiers(),
         "varlen": varlen(),
         # What a warm call costs: the problem is so small that Python is all of it.

@@ -1,0 +1,172 @@
+"""Backward passes: their builders from forward ones, and what their results are held against.
+
+What is timed is what turns dO into dQ, dK and dV, after one forward pass. Everybody is given torch
+tensors; a peer's backward is what `torch.autograd.grad` runs on the graph that its forward left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import _attention
+from .._gradients import attention_backward
+from .case import Case
+from .runner import Arrays, Runner, first, kernel_name, normal_torch, torch_arrays, torch_clock
+
+FLOPS = 2.5  # of a forward pass: five products where that has two
+SEED = 2029  # of dO
+
+
+def seed_gradient(case: Case, device: str) -> Any:
+    """Return dO, standard normal."""
+    return normal_torch(case.dtype, case.out_shape, SEED, device)
+
+
+def own(case: Case, arrays: Arrays, device: str, *, kernel: str | None = None) -> Runner:
+    """Build cupyflash's own backward call."""
+    q, k, v = torch_arrays(arrays, device)
+    dout = seed_gradient(case, device)
+    out, lse = _attention.attention(q, k, v, return_lse=True, **case.options)
+    call = functools.partial(
+        attention_backward, dout, q, k, v, out, lse, **case.options, kernel=kernel
+    )
+    return Runner(
+        call,
+        torch_clock(device),
+        lambda found: tuple(found)[:3],
+        options={"framework": "torch"},
+        kernel=kernel_name((q, k, v), {**case.options, "kernel": kernel, "backward": True}),
+    )
+
+
+@functools.cache
+def side_stream() -> Any:
+    """Return a stream for forward passes.
+
+    Autograd runs a backward pass on the stream of its forward one, which must not be the default
+    stream where a graph is captured.
+    """
+    torch: Any = importlib.import_module("torch")
+    return torch.cuda.Stream()
+
+
+def release() -> None:
+    """Give back what earlier cases have left: each capture has had a stream with memory."""
+    torch: Any = importlib.import_module("torch")
+    torch.cuda.empty_cache()
+
+
+def of_peer(
+    build: Callable[[Case, Arrays, str], Runner], case: Case, arrays: Arrays, device: str
+) -> Runner:
+    """Build a peer's backward call from its forward one."""
+    torch: Any = importlib.import_module("torch")
+    with torch_arrays.differentiable() as leaves:
+        forward = build(case, arrays, device)
+    side = side_stream()
+    torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with torch.cuda.stream(side), forward.context():
+            yield
+
+    with context():
+        result = forward.call()
+    view = forward.view
+    out, dout = first(result), seed_gradient(case, device)
+    if tuple(out.shape) != case.out_shape:  # heads first
+        dout = dout.transpose(1, 2)
+    assert tuple(view(result).shape) == case.out_shape
+    call = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    return Runner(call, forward.clock, tuple, context)
+
+
+@dataclass
+class GradientTruth:
+    """Gradients of the first head of keys and its queries in fp64, computed by torch."""
+
+    case: Case
+    arrays: Arrays
+    device: str = "cuda"
+
+    def computed(self, *, rounded: bool) -> tuple[Any, Any, Any]:
+        """Return dq, dk and dv; rounded as the definition of accuracy rounds, or exact."""
+        torch: Any = importlib.import_module("torch")
+        case, group = self.case, self.case.heads_q // self.case.heads_k
+        q, k, v = torch_arrays(self.arrays, self.device)
+        dout = seed_gradient(case, self.device)[0, :, :group]
+        kind = torch.float32 if rounded else torch.float64
+
+        dtype = q.dtype
+
+        def stored(x: Any) -> Any:
+            return x.to(dtype).to(kind) if rounded else x
+
+        q, dout = (x.transpose(0, 1).to(kind) for x in (q[0, :, :group], dout))
+        k, v = (x[0, :, 0].to(kind) for x in (k, v))
+        scale = case.head_dim**-0.5
+        hidden = self._hidden()
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for h in range(group):
+            scores = scale * (q[h] @ k.T)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
+            p = scores.softmax(-1)
+            out = stored(stored(p) @ v)
+            dp = dout[h] @ v.T
+            dp -= (dout[h] * out).sum(-1, keepdim=True)
+            slopes = stored(dp.mul_(p))
+            dq[h] = scale * (slopes @ k)
+            dk += scale * (slopes.T @ q[h])
+            dv += stored(p).T @ dout[h]
+        return stored(dq), stored(dk), stored(dv)
+
+    def _hidden(self) -> Any:
+        torch: Any = importlib.import_module("torch")
+        if self.case.mask == "full":
+            return None
+        seen = self.case.band.dense(self.case.len_q, self.case.len_k)
+        return torch.from_numpy(~seen).to(self.device)
+
+    @cached_property
+    def parts(self) -> list[tuple[str, Any, float]]:
+        """Each gradient: its name, what it should be, and how far off it may be."""
+        torch: Any = importlib.import_module("torch")
+        tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+        unit = float(np.finfo(np.float32).eps) * 2 ** (23 - MANTISSA[self.case.dtype]) / 2
+        try:
+            exact, plain = (self.computed(rounded=rounded) for rounded in (False, True))
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+        return [
+            (name, ref, float(2 * (near - ref).abs().max() + unit * ref.abs().max()))
+            for name, ref, near in zip(("dq", "dk", "dv"), exact, plain, strict=True)
+        ]
+
+    def compare(self, found: Any, *, own_numbers: bool = False) -> tuple[float | None, str]:
+        """Return the largest error of the first head's gradients, and what is wrong, or nothing."""
+        assert not own_numbers, "no suite drops weights of a backward pass"
+        group = self.case.heads_q // self.case.heads_k
+        errors, wrong = [], ""
+        rows = zip(self.parts, found, self.case.shapes, strict=True)
+        for (name, ref, bound), gradient, shape in rows:
+            if tuple(gradient.shape) != shape:
+                return None, f"wrong: {name} of shape {tuple(gradient.shape)}"
+            here = gradient[0, :, :group].transpose(0, 1) if name == "dq" else gradient[0, :, 0]
+            error = float((here.double() - ref).abs().max())
+            errors.append(error)
+            if not error <= bound and not wrong:
+                wrong = f"wrong: {name} is off by {error:.3g}, more than {bound:.3g}"
+        return max(errors), wrong
+
+
+MANTISSA = {"bf16": 7, "fp16": 10}  # bits that are stored
