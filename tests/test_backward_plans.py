@@ -20,7 +20,9 @@ from cupyflash import (
     InvalidType,
     UnsupportedProblem,
     _backward,
+    _explain,
     _jit,
+    _kernels,
 )
 from cupyflash._array import HOST
 from cupyflash._bench import units
@@ -28,6 +30,7 @@ from cupyflash._launch import Launch, Steps
 from cupyflash._steps import bind_steps
 from cupyflash._tensor_map import BYTES, TensorMap
 from cupyflash.cli import main
+from cupyflash.masks import PrefixLM
 
 
 @pytest.fixture
@@ -159,6 +162,8 @@ def test_facts_that_differ_never_share_a_plan(
         {"dropout_p": 0.5, "rng_state": (3, 4)},
         {"dropout_p": 0.25, "rng_state": (3, 4)},
         {"dlse": arrays[5]},
+        {"mask": PrefixLM(np.array([3, 4]))},
+        {"mask": PrefixLM(np.array([3, 4]), "top_left")},
     ]
     for _ in range(2):
         described.clear()
@@ -216,6 +221,35 @@ def test_only_the_gradients_that_are_wanted(fake: FakeBackward, rng: np.random.G
                 if name in wanted:
                     same = getattr(grads, name).host == getattr(expected, name).host
                     assert same.all()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    "optional",
+    ["", "attn_bias", "attn_mask", "alibi_slopes", "seqused_q", "seqused_k", "learnable_sink",
+     "segment_ids", "cu_seqlens_q", "dropout_p"],
+)  # fmt: skip
+def test_what_a_kernel_takes_has_a_place(arch: int, optional: str) -> None:
+    """Otherwise every such call would be described and packed anew."""
+    options: dict[str, Any] = {optional: 0.5 if optional == "dropout_p" else True}
+    options.pop("", None)
+    if optional == "cu_seqlens_q":
+        options["cu_seqlens_k"] = True
+    problem, operands, *_, backward = _explain.resolve(
+        (None, None, None), *_explain.split({"len_q": 64, "head_dim": 64, "arch": arch,
+        "dtype": "float16", "backward": True, **options})
+    )  # fmt: skip
+    wanted = {"attn_bias": {"dbias"}, "learnable_sink": {"dsink"}}.get(optional, set())
+    expected = {"q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", *options, *wanted}
+    if optional == "dropout_p":
+        expected = expected - {"dropout_p"} | {"rng_state"}
+    if optional == "segment_ids":
+        expected = expected - {"segment_ids"} | {0, 1}
+    for kernel in _kernels.KERNELS:
+        if kernel.op == "backward" and kernel.steps and kernel.refusal(problem) is None:
+            assert backward is not None
+            launches = kernel.steps(problem, operands, backward).launches
+            assert expected <= {name for x in launches for name, _ in x.places}, kernel.name
 
 
 # Copies
