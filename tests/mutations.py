@@ -6,6 +6,7 @@ says, or WRONG where the faulty kernel runs and only its result tells.
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from cases import Case, Modified
 
 WRONG = "wrong result"
@@ -25,6 +26,20 @@ def case(len_q: int, len_k: int, dims: Any = 64, dtype: str = "float16", **optio
 def modified(*names: str, dims: Any = (64, 64), dtype: str = "float16", **options: Any) -> Modified:
     """Return the same with modifiers."""
     return Modified(150, 70, *dims, dtype, heads_q=2, heads_k=1, modifiers=names, **options)
+
+
+class Falling(Modified):
+    """Packed sequences whose bounds fall, of which the rows in between are nobody's."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        return super().options | {"cu_seqlens_q": np.array([200, 260, 0, 190])}
+
+
+FALLING = Falling.varlen(
+    ((60, 40), (0, 3), (190, 60)), 64, 64, "float16", heads_q=2, heads_k=1, tail=150
+)
 
 
 # The problems that show the faults: each is small, and right without them.
@@ -52,6 +67,7 @@ PROBLEMS = {
     "dropout": modified("dropout"),
     "fp32, dropout": modified("dropout", dims=(192, 192), dtype="float32"),
     "sink": modified("sink", causal=True),
+    "bounds that fall": FALLING,
     "packed": Modified.varlen(
         ((70, 90), (0, 3), (150, 40), (5, 9)), 64, 64, "float16", heads_q=2, heads_k=1, tail=150
     ),
@@ -279,7 +295,11 @@ MODIFIERS = (
         "if constexpr (Sequences::VARIES) clear", "if constexpr (false) clear",
         "lengths in use", WRONG),
     Mutation("tiles of which no row is in use are not written", KERNEL,
-        "return store_nothing(p, place, threadIdx.x);", "return;", "packed", WRONG),
+        "place.q.length) return store_nothing(p, place, threadIdx.x);", "place.q.length) return;",
+        "lengths in use", WRONG),
+    Mutation("rows of no sequence are not written", KERNEL,
+        "p.len_q)) return store_nothing(p, place, threadIdx.x);", "p.len_q)) return;", "packed",
+        WRONG),
     Mutation("keys beyond those in use count", KERNEL,
         "? shared.place.k.length : p.len_k", "? p.len_k : p.len_k", "lengths in use", WRONG),
     Mutation("positions are those of the tile", KERNEL,
@@ -313,6 +333,14 @@ MODIFIERS = (
         "/ BLOCK_Q) + i;", "/ BLOCK_Q);", "packed", WRONG),
     Mutation("tiles are those of the sequence before", PLACE,
         "i <= batch ? i - 1 : i;", "i <= batch ? (i > 1 ? i - 2 : 0) : i;", "packed", WRONG),
+    Mutation("rows of no sequence are zeros wherever bounds fall", KERNEL,
+        "if (!falls<Sequences>(p.sequences, p.batch, p.len_q)) return store", "return store",
+        "bounds that fall", WRONG),
+    Mutation("no block computes the tiles that the search has missed", KERNEL,
+        "      if (!first) return;\n", "      return;\n", "bounds that fall", WRONG),
+    Mutation("the next place is written over the one that is read", KERNEL,
+        "      place = shared.place;\n      ptx::barrier();", "      place = shared.place;",
+        "bounds that fall", NO_BARRIER),
     Mutation("the search looks at one lane's place", WORK,
         "best = other > best ? other : best;", "best = best;", "packed", "have exited"),
 )

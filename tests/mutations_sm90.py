@@ -1,7 +1,7 @@
 """Faults to plant in attention_fwd_sm90 and what it is made of; see mutations.py."""
 
 from cases import Case, Modified
-from mutations import WRONG, Mutation, case
+from mutations import FALLING, WRONG, Mutation, case
 
 from cupyflash._tuning_sm90 import Tiles
 
@@ -48,6 +48,7 @@ PROBLEMS = {
     "ends of tiles": varlen((1, 1), (127, 127), (128, 128), (129, 129), (0, 0), (63, 63)),
     "many sequences": varlen(*((2, 3),) * 15, names=("alibi_batch", "bias_of_queries")),
     "fp8, packed": varlen((70, 90), (5, 200), dtype="float8_e4m3fn"),
+    "bounds that fall": FALLING,
     "lengths in use": Modified(
         250, 200, 64, 64, "float16", batch=3, heads_q=2, heads_k=1, modifiers=("used_q", "used_k")
     ),
@@ -407,6 +408,8 @@ MODIFIERS = (
         "!VARIES || row < len_q(p, at) ? lse : -INFINITE", "lse", "lengths in use", WRONG),
     Mutation("rows after the last sequence are not written", PRODUCER,
         "++sequence > p.batch + 1", "++sequence > p.batch", "packed", WRONG),
+    Mutation("rows of no sequence are zeros wherever bounds fall", CONSUMER,
+        "if (some_taken && taken(at, row, row + 1)) continue;", "", "bounds that fall", WRONG),
     Mutation("tiles are those of the sequence before", PRODUCER,
         "        tiles_begin = tiles_end;\n", "", "packed", WRONG),
     Mutation("all tiles have the modifiers of one", PRODUCER,

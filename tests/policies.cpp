@@ -175,3 +175,14 @@ SINK(SinkFloat64, Sink<Float64>)
 SEQUENCES(Dense)
 SEQUENCES(Used)
 SEQUENCES(Packed)
+
+// Bit 0: a bound falls; bit 1: some sequence has a query from `begin` up to `end`. By all lanes of a warp.
+EXPORT int Packed_rows(const void *params, int batch, int len_q, i64 begin, i64 end) {
+  const auto &p = as<Packed::Params>(params);
+  bool falls = false, met = false;
+  for (u32 lane = 0; lane < 32; ++lane) {
+    falls = falls || Packed::fall(p, batch, len_q, lane);
+    met = met || Packed::meets(p, batch, len_q, begin, end, lane);
+  }
+  return falls + 2 * met;
+}

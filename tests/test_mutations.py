@@ -11,7 +11,7 @@ from harness import GPU_KERNEL, HOPPER, hosted
 from mutations import WRONG, Mutation
 
 import cupyflash
-from cupyflash import _accuracy, _jit, _tuning, _tuning_sm90
+from cupyflash import _accuracy, _jit, _problem, _tuning, _tuning_sm90
 from cupyflash._emulator import build
 
 pytestmark = needs_compiler
@@ -58,6 +58,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even small problems have more than one group of heads."""
     build.runtime()  # as all tests have it, from their cache
     monkeypatch.setattr(_tuning, "heads_per_group", lambda *sizes: 3)
+    monkeypatch.setattr(_problem, "_values", lambda array: None)  # bounds are as a GPU's: unread
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:

@@ -306,9 +306,9 @@ def test_packed_sequences_of_hostile_metadata(
             assert queries[:batch] == list(packed(cu[0], used[0], totals[0]))
             assert keys == list(packed(cu[1], used[1], totals[1]))
             before, after = queries[batch:]
-            assert before == (0, 0, queries[0][0])
-            last = queries[batch - 1][0] + queries[batch - 1][2]
-            assert after == (last, 0, totals[0] - last)
+            ends = [clip(int(n), 0, totals[0]) for n in (cu[0][0], cu[0][-1])]
+            assert before == (0, 0, ends[0])
+            assert after == (max(ends), 0, totals[0] - max(ends))
             covered = np.zeros(totals[0], bool)
             for first, length, extent in queries:
                 assert first >= 0
@@ -336,6 +336,26 @@ def test_packed_sequences_part_the_rows(
             for first, _, extent in queries:
                 counts[first : first + extent] += 1
             assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whose_rows_are(library: Policies, rng: np.random.Generator, dtype: np.dtype) -> None:
+    """Whether bounds fall, and sequences have rows, also more of them than a warp has lanes."""
+    total = 40
+    for batch, ordered in itertools.product((1, 2, 5, 70), (False, True)):
+        cu = hostile(rng, dtype, total, batch + 1)
+        if ordered:
+            cu = np.sort(cu)
+        bounds = np.array([clip(int(n), 0, total) for n in cu])
+        params = integers(cu) + integers(cu) + bytes(2 * INTEGERS.size)
+        owned = np.zeros(total, bool)
+        for first, _, extent in packed(cu, None, total):
+            owned[first : first + extent] = True
+        for begin, end in ((0, total), (0, 0), (7, 8), (39, 40), (10, 30)):
+            place = (c_longlong(begin), c_longlong(end))
+            found = library.call("Packed_rows", params, batch, total, *place, result=c_uint)
+            assert found & 1 == (np.diff(bounds) < 0).any()
+            assert bool(found & 2) == owned[begin:end].any()
 
 
 def test_packed_arrays_without_sequences(library: Policies) -> None:

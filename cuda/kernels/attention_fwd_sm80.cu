@@ -250,9 +250,8 @@ DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
   return {first, last};
 }
 
-DEVICE void attend(const Params &p, Shared &shared) {
-  const Place place =
-      place_of<Sequences, BLOCK_Q>(blockIdx.x, p.sequences, p.batch, p.len_q, p.len_k, p.heads_q, p.group);
+// One tile of the output.
+DEVICE void attend(const Params &p, Shared &shared, const Place &place) {
   if (Sequences::VARIES && place.q_begin >= place.q.length) return store_nothing(p, place, threadIdx.x);
   const Walk walk = begin(p, shared, place);
   const auto first = [&] { return SPLIT ? shared.first_key : walk.first; };  // fp32 needs the register more
@@ -333,6 +332,67 @@ DEVICE void attend(const Params &p, Shared &shared) {
   ptx::cp_async_wait_all();
   ptx::barrier();  // the staged output lies over the inputs, which every warp has read now
   store(p, shared, o, lse, ptx::opaque(threadIdx.x) / 32, ptx::lane());
+}
+
+// Where the bounds of packed sequences fall, which only those that the host has not seen may, no search finds every
+// tile. Then the block of a head's first slot, where there is nothing to compute else, walks the sequences of its head
+// one after the other, beside the blocks that find some.
+DEVICE bool has_first_slot(const Params &p) {
+  return packed_slot<BLOCK_Q>(blockIdx.x, p.batch, p.len_q, p.heads_q, p.group).tile == 0;
+}
+
+// Zeros in the rows of a head that no sequence has.
+DEVICE void clear_rows_of_none(const Params &p, int head) {
+  for (int side = p.batch; side < p.batch + 2; ++side) {
+    Place place = {side, head, static_cast<int>(threadIdx.x / 32),
+                   Sequences::queries(p.sequences, side, p.batch, p.len_q)};
+    for (; place.q_begin < place.q.extent; place.q_begin += Config::WARPS) {
+      const i64 row = place.q.first + place.q_begin;
+      if (taken<Sequences>(p.sequences, p.batch, p.len_q, row, row + 1)) continue;
+      zero_rows<T, 32, WIDTH>(o_at(p, place), p.o_row, 1, p.head_dim_v, ptx::lane());
+      if (p.lse && ptx::lane() == 0) *lse_at(p, place) = -INFINITE;
+    }
+  }
+}
+
+// Moves to the next tile of a head with a query in use, over all sequences; false after the last. Writes those without.
+DEVICE bool advance(const Params &p, Place &place) {
+  for (place.q_begin += BLOCK_Q; place.q_begin >= place.q.length; place.q_begin += BLOCK_Q) {
+    if (place.q_begin < place.q.extent) {
+      store_nothing(p, place, threadIdx.x);
+    } else {
+      if (++place.batch == p.batch) return false;
+      place.q = Sequences::queries(p.sequences, place.batch, p.batch, p.len_q);
+      place.k = Sequences::keys(p.sequences, place.batch, p.len_k);
+      place.q_begin = -BLOCK_Q;
+    }
+  }
+  return true;
+}
+
+DEVICE void attend(const Params &p, Shared &shared) {
+  Place place = place_of<Sequences, BLOCK_Q>(blockIdx.x, p.sequences, p.batch, p.len_q, p.len_k, p.heads_q, p.group);
+  if constexpr (!Sequences::PACKED) {
+    attend(p, shared, place);
+  } else {
+    if (place.batch >= p.batch) {
+      const bool first = has_first_slot(p);
+      if (!first && place.q_begin >= place.q.extent) return;
+      if (!falls<Sequences>(p.sequences, p.batch, p.len_q)) return store_nothing(p, place, threadIdx.x);
+      if (!first) return;
+      clear_rows_of_none(p, place.head);
+      place = {-1, place.head};
+      if (!advance(p, place)) return;
+    }
+    for (;;) {
+      attend(p, shared, place);
+      if (!has_first_slot(p)) return;
+      ptx::barrier();  // every warp has stored its rows, and read the place
+      place = shared.place;
+      ptx::barrier();  // every thread has read it
+      if (!advance(p, place)) return;
+    }
+  }
 }
 
 }  // namespace forward

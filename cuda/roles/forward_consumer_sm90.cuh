@@ -345,14 +345,22 @@ struct Consumer {
     rows[row] = !VARIES || row < len_q(p, at) ? lse : -INFINITE;
   }
 
+  // Whether rows of a tile that is no sequence's are some sequence's after all.
+  DEVICE bool taken(const Tile &at, int begin, int end) const {
+    const i64 first = first_q(p, at);
+    return PACKED && of_none(at) && ::taken<Sequences>(p.sequences, p.batch, p.len_q, first + begin, first + end);
+  }
+
   // A tile of which this group sees no key: zeros, and the sink or -inf.
   DEVICE void see_nothing(const Tile &at, u32 slot, int blocks) {
     const int begin = at.row + group * 64 + warp * 16, end = min(begin + 16, extent(p, at));
     const Sink sink(p.sink, at.head);
     const u32 lane = ptx::lane();
     release_q(slot);
+    const bool some_taken = taken(at, begin, end);
 #pragma unroll 1
     for (int row = begin; row < end; ++row) {
+      if (some_taken && taken(at, row, row + 1)) continue;
       const int column = 8 * static_cast<int>(lane);
       if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(out_row(at, row) + column) = {};
       if (p.lse && lane == 0) store_lse(at, row, sink.logit);

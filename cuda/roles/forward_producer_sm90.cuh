@@ -128,7 +128,7 @@ struct Producer {
   }
 
   // Finds the tile of a number, of those that only grow; false after the last. Tiles of packed sequences are numbered
-  // sequence after sequence, the rows before and after all of them at the end.
+  // sequence after sequence, the rows of none at the end.
   template <class Tile>
   DEVICE bool find(int number, Tile &tile) {
     if constexpr (PACKED) {
@@ -141,7 +141,8 @@ struct Producer {
       const Work work(number - tiles_begin, tiles_of(span.extent), p.heads_q, 1, p.group);
       tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = min(sequence, p.batch - 1);
       tile.q = span;
-      tile.k = sequence < p.batch ? Sequences::keys(p.sequences, sequence, p.len_k) : Span{};
+      tile.of_none = sequence >= p.batch;
+      tile.k = tile.of_none ? Span{} : Sequences::keys(p.sequences, sequence, p.len_k);
     } else {
       const int tiles = tiles_of(p.len_q);
       if (number >= tiles * p.heads_q * p.batch) return false;

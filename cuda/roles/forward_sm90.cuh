@@ -73,7 +73,8 @@ struct TileOf {
 };
 template <>
 struct TileOf<true> : TileOf<false> {
-  Span q, k;  // its sequence
+  Span q, k;     // its sequence
+  bool of_none;  // its rows are no sequence's, unless the bounds of packed sequences fall
 };
 using Tile = TileOf<VARIES>;
 
@@ -92,6 +93,14 @@ DEVICE Span keys_of(const Params &p, const Tile &tile) {
     return tile.k;
   } else {
     return {0, p.len_k, p.len_k};
+  }
+}
+template <class Tile>
+DEVICE bool of_none(const Tile &tile) {
+  if constexpr (VARIES) {
+    return tile.of_none;
+  } else {
+    return false;
   }
 }
 DEVICE int len_q(const Params &p, const Tile &tile) { return queries_of(p, tile).length; }

@@ -11,12 +11,18 @@ struct Place {
 
 // Sequences that are packed have more blocks than tiles: the q_begin of some is beyond their rows. Before the first and
 // after the last sequence there may be rows of none. Each has as many slots for tiles as its rows may need wherever
-// they begin, so that no lengths are summed.
+// they begin, so that no lengths are summed. The first slot is that of the rows before the first sequence.
+template <int BLOCK_Q>
+DEVICE Work packed_slot(u32 block, int batch, int len_q, int heads, int group) {
+  return {block, len_q / BLOCK_Q + batch + 2, heads, 1, group};
+}
+
+// Where bounds fall some tiles are in no block's place.
 template <class Sequences, int BLOCK_Q>
 DEVICE Place place_of(u32 block, const typename Sequences::Params &p, int batch, int len_q, int len_k, int heads,
                       int group) {
   if constexpr (Sequences::PACKED) {
-    const Work work(block, len_q / BLOCK_Q + batch + 2, heads, 1, group);
+    const Work work = packed_slot<BLOCK_Q>(block, batch, len_q, heads, group);
     const auto slot = [&](int i) {
       return static_cast<int>(i == 0 ? 0 : p.cu_q.clipped(i - 1, 0, len_q) / BLOCK_Q) + i;
     };

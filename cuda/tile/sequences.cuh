@@ -1,6 +1,7 @@
 // Where the sequences lie in the arrays, and how much of each is in use. What the arrays of lengths hold is clipped, so
 // that no value of theirs leads out of the arrays of rows.
 #pragma once
+#include "ptx/warp.cuh"
 #include "tile/integers.cuh"
 
 // Rows [first, first + length) are a sequence's rows in use. Those up to first + extent are its own too: their outputs
@@ -47,13 +48,33 @@ struct Packed {
     Integers used_q, used_k;  // [batch] each; all rows where null
   };
 
-  // Sequence `batch` are the rows before the first sequence, batch + 1 those after the last: none is in use.
+  // Sequence `batch` are the rows before the first bound, batch + 1 those after it and the last: none is in use. All
+  // rows between the two are some sequence's, those of these two only where bounds fall.
   DEVICE static Span queries(const Params &p, int b, int batch, int total_q) {
     if (b < batch) return span(p.cu_q, p.used_q, b, total_q);
     const i64 first = p.cu_q.clipped(0, 0, total_q);
     if (b == batch) return {0, 0, static_cast<int>(first)};
-    const i64 end = batch ? p.cu_q.clipped(batch, p.cu_q.clipped(batch - 1, 0, total_q), total_q) : first;
+    const i64 end = p.cu_q.clipped(batch, first, total_q);
     return {end, 0, static_cast<int>(total_q - end)};
+  }
+
+  // Whether some sequence has a query from row `begin` up to `end`: one lane's share of the answer.
+  DEVICE static bool meets(const Params &p, int batch, int total_q, i64 begin, i64 end, u32 lane) {
+    bool met = false;
+    for (int b = static_cast<int>(lane); b < batch; b += 32) {
+      const i64 first = p.cu_q.clipped(b, 0, total_q), last = p.cu_q.clipped(b + 1, first, total_q);
+      met = met || (first < last && first < end && last > begin);
+    }
+    return met;
+  }
+
+  // Whether a bound of queries is below the one before, so that sequences may begin within or before others: one lane's
+  // share of the answer.
+  DEVICE static bool fall(const Params &p, int batch, int total_q, u32 lane) {
+    bool falls = false;
+    for (int b = static_cast<int>(lane); b < batch; b += 32)
+      falls = falls || p.cu_q.clipped(b + 1, 0, total_q) < p.cu_q.clipped(b, 0, total_q);
+    return falls;
   }
 
   DEVICE static Span keys(const Params &p, int b, int total_k) { return span(p.cu_k, p.used_k, b, total_k); }
@@ -73,3 +94,15 @@ struct Packed {
     return {first, Used::used(used, b, extent), extent};
   }
 };
+
+// Whether bounds fall, and whether some packed sequence has a row from `begin` up to `end`: by a warp.
+template <class Sequences>
+DEVICE bool falls(const typename Sequences::Params &p, int batch, int total_q) {
+  if constexpr (Sequences::PACKED) return ptx::any(Sequences::fall(p, batch, total_q, ptx::lane()));
+  return false;
+}
+template <class Sequences>
+DEVICE bool taken(const typename Sequences::Params &p, int batch, int total_q, i64 begin, i64 end) {
+  if constexpr (Sequences::PACKED) return ptx::any(Sequences::meets(p, batch, total_q, begin, end, ptx::lane()));
+  return false;
+}
