@@ -310,6 +310,8 @@ def _on_device(
     launch = kernel.launch(problem, operands)
     four = operands[:4]
     extras = {x: arrays[x] for x in request.extras if x in arrays}
+    if isinstance(operands.rng_state, Array):
+        extras["rng_state"] = operands.rng_state
     plan = Plan(
         bound=bind(launch, device, capturing=adapter.capturing(device)),
         device=device,

@@ -261,7 +261,8 @@ def checked(
     if "out" not in operands:
         operands["out"] = permuted(fresh(arrays["q"], sizes["head_dim_v"]), axes)
     elif op == "forward":
-        _check_out({**arrays, **operands})
+        recorded = {"rng_state": rng_state} if isinstance(rng_state, Array) else {}
+        _check_out({**arrays, **operands, **recorded})
     if arch is not None:
         _check_alignment(arrays)
     if packed:

@@ -521,6 +521,14 @@ def test_out_must_not_share_bytes_with_an_input() -> None:
         problem_of(make(out=out, attn_bias=bias))
 
 
+def test_out_must_not_share_bytes_with_the_state_of_dropout() -> None:
+    out = np.zeros((2, 5, 4, 6), np.float16)
+    record = adapter_of(out, "rng_state").array(out.reshape(-1)[8:16].view(np.int64), "rng_state")
+    for p in (0.0, 0.5):
+        with pytest.raises(InvalidArgument, match="`out` must not overlap `rng_state`"):
+            problem_of(make(out=out), dropout_p=p, rng_state=record)
+
+
 def test_out_may_lie_between_the_rows_of_an_input() -> None:
     fused = np.zeros((2, 5, 4, 14), np.float16)
     q, out = fused[..., :8], fused[..., 8:]

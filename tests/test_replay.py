@@ -240,6 +240,21 @@ def test_a_given_output_is_kept_apart_from_modifiers(
             cupyflash.attention(q, k, v, attn_bias=across, out=apart)
 
 
+def test_a_given_output_is_kept_apart_from_the_state_of_dropout(
+    fake: FakeGpu, rng: np.random.Generator
+) -> None:
+    q, k, v = map(put, draw(rng))
+    out = FakeArray(np.zeros((2, 9, 4, 8), np.float16))
+    apart, across = (
+        FakeArray(np.array([3, 4])),
+        FakeArray(out.host.reshape(-1)[:8].view(np.int64)),
+    )
+    for _ in range(2):
+        assert cupyflash.attention(q, k, v, dropout_p=0.5, rng_state=apart, out=out) is out
+        with pytest.raises(InvalidArgument, match="`out` must not overlap `rng_state`"):
+            cupyflash.attention(q, k, v, dropout_p=0.5, rng_state=across, out=out)
+
+
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
