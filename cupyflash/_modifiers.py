@@ -194,7 +194,7 @@ def _mask_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
 
 def _score_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
     if problem.softcap:
-        yield None, SOFTCAP.pack(problem.softcap, 1 / problem.softcap)
+        yield None, SOFTCAP.pack(problem.softcap, 2 / problem.softcap)
     if (slopes := operands.alibi_slopes) is not None:
         batch, head = (0, *slopes.strides)[-2:]
         bottom_right = problem.band.alignment == "bottom_right"

@@ -106,7 +106,7 @@ class Reader:
 
     def read_softcap(self, _: str) -> None:
         cap, inverse = self.take("2f")
-        assert inverse == np.float32(1 / cap)
+        assert inverse == np.float32(2 / cap)
         self.options["softcap"] = cap
 
     def read_alibi(self, _: str) -> None:
