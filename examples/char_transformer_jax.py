@@ -28,12 +28,12 @@ RATE, DECAYS, TINY = 1e-3, (0.9, 0.999), 1e-8  # of Adam
 
 
 def ours(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of (batch, length, heads, head_dim) by cupyflash."""
+    """Attend causally, (batch, length, heads, head_dim), by cupyflash."""
     return cupyflash.attention(q, k, v, causal=True)
 
 
 def theirs(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same by JAX."""
+    """Do the same by JAX."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -24,12 +24,12 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of (batch, length, heads, head_dim) by cupyflash."""
+    """Attend causally, (batch, length, heads, head_dim), by cupyflash."""
     return cupyflash.attention(q, k, v, causal=True)
 
 
 def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by PyTorch, whose heads come before the length."""
+    """Do the same by PyTorch, whose heads come before the length."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -47,6 +47,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the stream after this block."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
         x = x + self.out(self.attend(*qkv.unbind(2)).reshape(batch, length, width))
@@ -66,6 +67,7 @@ class Transformer(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, characters))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (batch, length, characters)."""
         return self.head(self.blocks(self.embed(tokens) + self.place))
 
 
