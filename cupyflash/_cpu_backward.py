@@ -111,10 +111,11 @@ def attention_backward(
     )
     parts = list(runs(spans_q, spans_k, packed))
     _run(call, parts, packed, of_bias if of_bias is not None and of_bias.sums is None else None)
-    if of_bias is not None and of_bias.sums is not None:
-        _reduce(call, parts, packed, of_bias)
-    if dsink is not None and call.sink_sums is not None:
-        dsink[...] = call.sink_sums.sum(axis=0).reshape(-1).astype(dsink.dtype)
+    with np.errstate(all="ignore"):
+        if of_bias is not None and of_bias.sums is not None:
+            _reduce(call, parts, packed, of_bias)
+        if dsink is not None and call.sink_sums is not None:
+            dsink[...] = call.sink_sums.sum(axis=0).reshape(-1)
 
 
 class Bias(NamedTuple):

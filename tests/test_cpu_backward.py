@@ -619,6 +619,10 @@ def test_no_warning_and_no_floating_point_error(rng: np.random.Generator) -> Non
         size = np.getbufsize()
         backward(dout, dlse, q, k, v, causal=True, softcap=1e-3, attn_mask=np.zeros((37, 53), bool))
         backward(dout, dlse, q, k, v, learnable_sink=np.float32([np.inf] * 4))
+        huge = {"attn_bias": np.zeros(53, np.float16), "learnable_sink": np.zeros(4, np.float16)}
+        grads = backward(np.zeros_like(dout), np.full_like(dlse, 1e6), *inputs(rng), **huge)
+        assert np.isposinf(grads.dsink).all()
+        assert np.isinf(grads.dbias).any()
         assert np.geterr()["over"] == "raise"
         assert np.getbufsize() == size
 
