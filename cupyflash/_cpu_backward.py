@@ -16,8 +16,8 @@ import numpy as np
 
 from . import _tile_gradients
 from ._sequences import Grouped, Run, boxes, runs, spans, view
-from ._threads import spread, threads_for
-from ._tile_gradients import BackwardCall, Queries, Turns, add_block, add_summed
+from ._threads import Turns, spread, threads_for
+from ._tile_gradients import BackwardCall, Queries, add_block, add_summed
 from ._tiles import Heads, Scratch
 from .masks import Band, Mask
 

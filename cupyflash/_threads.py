@@ -1,6 +1,10 @@
-"""Items of work that threads take from one queue, with BLAS held to one thread meanwhile."""
+"""Items of work that threads take from one queue, with BLAS held to one thread meanwhile.
+
+Threads whose order matters wait for their turn.
+"""
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +14,7 @@ import numpy as np
 
 from ._blas import one_blas_thread
 
-__all__ = ["spread", "threads_for"]
+__all__ = ["Turns", "spread", "threads_for"]
 
 PRODUCTS_PER_THREAD = 1 << 24  # about 0.5 ms, where to start a thread takes 0.1 ms
 MAX_THREADS = 64  # OpenBLAS as NumPy builds it has buffers for so many callers
@@ -78,3 +82,30 @@ def spread(
                 helper.result()
         finally:
             end()  # an interrupt here stops the other threads too
+
+
+class Turns:
+    """Threads that wait for their turn at something: for a number in a list, which counts up."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def wait(self, numbers: list[int], at: int, turn: int) -> bool:
+        """Return when it is the turn's: True, or False where all waiting was stopped."""
+        if numbers[at] != turn:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or numbers[at] == turn)
+        return numbers[at] == turn
+
+    def end(self, numbers: list[int], at: int) -> None:
+        """Let the next one go on."""
+        with self._changed:
+            numbers[at] += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let all go that wait."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()

@@ -15,7 +15,6 @@ are begun in the order of the blocks.
 """
 
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from . import _tiles
+from ._threads import Turns
 from ._tiles import Call, Heads, Scratch, Tile, kept, load, score, seen_keys, transpose
 
-__all__ = ["BLOCK_K", "BLOCK_Q", "BackwardCall", "Queries", "Turns", "add_block", "add_summed"]
+__all__ = ["BLOCK_K", "BLOCK_Q", "BackwardCall", "Queries", "add_block", "add_summed"]
 
 BLOCK_Q = 256
 BLOCK_K = 512  # two tiles of fp32 scores are 1 MiB: a second-level cache of today
@@ -51,33 +51,6 @@ class BackwardCall(Call):
     QUERIES: ClassVar[tuple[str, ...]] = (*Call.QUERIES, "dout", "dlse", "dq", "query_sums")
     KEYS: ClassVar[tuple[str, ...]] = (*Call.KEYS, "dk", "dv", "key_sums")
     ENTRIES: ClassVar[tuple[str, ...]] = (*Call.ENTRIES, "sink_sums")
-
-
-class Turns:
-    """Threads that wait for their turn at something: for a number in a list, which counts up."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._stopped = False
-
-    def wait(self, numbers: list[int], at: int, turn: int) -> bool:
-        """Return when it is the turn's: True, or False where all waiting was stopped."""
-        if numbers[at] != turn:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or numbers[at] == turn)
-        return numbers[at] == turn
-
-    def end(self, numbers: list[int], at: int) -> None:
-        """Let the next one go on."""
-        with self._changed:
-            numbers[at] += 1
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Let all go that wait."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
 
 
 class Strip(NamedTuple):

@@ -558,7 +558,7 @@ def test_an_error_lets_those_go_that_wait_for_their_turn(
 ) -> None:
     arrays = inputs(rng, 200, 300, batch=1, heads=1, heads_k=1)
     dout, dlse = seeds(rng, arrays[0], arrays[2])
-    end, ended = _tile_gradients.Turns.end, iter(range(2**30))
+    end, ended = _threads.Turns.end, iter(range(2**30))
 
     def fail(turns: Any, numbers: Any, at: int) -> None:
         if next(ended) >= failing:
@@ -566,7 +566,7 @@ def test_an_error_lets_those_go_that_wait_for_their_turn(
         end(turns, numbers, at)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_tile_gradients.Turns, "end", fail)
+        patch.setattr(_threads.Turns, "end", fail)
         with pytest.raises(ZeroDivisionError):
             backward(dout, dlse, *arrays)
     check_in_double(*(x.astype(np.float64) for x in (dout, dlse, *arrays)))
