@@ -52,7 +52,8 @@ def side_stream() -> Any:
     """Return a stream for forward passes.
 
     Autograd runs a backward pass on the stream of its forward one, which must not be the default
-    stream where a graph is captured.
+    stream where a graph is captured. Leaves are of the same stream: what goes from one stream to
+    another is not freed before the host has waited.
     """
     torch: Any = importlib.import_module("torch")
     return torch.cuda.Stream()
@@ -69,10 +70,10 @@ def of_peer(
 ) -> Runner:
     """Build a peer's backward call from its forward one."""
     torch: Any = importlib.import_module("torch")
-    with torch_arrays.differentiable() as leaves:
-        forward = build(case, arrays, device)
     side = side_stream()
     torch.cuda.synchronize()
+    with torch.cuda.stream(side), torch_arrays.differentiable() as leaves:
+        forward = build(case, arrays, device)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
