@@ -7,12 +7,12 @@ them, a head of packed sequences has them once for all.
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from . import _modifiers, _unit
 from ._array import ITEMSIZES
 from ._launch import Launch
 from ._problem import Operands, Problem
+from ._problem_backward import Backward
 from ._tuning import HEAD_DIMS
 
 __all__ = [
@@ -77,7 +77,7 @@ def config(problem: Problem) -> Delta:
 def launch(
     problem: Problem,
     operands: Operands,
-    backward: Any,
+    backward: Backward,
     *,
     lse_log2: int,
     delta: int,
@@ -100,7 +100,8 @@ def launch(
     dq_columns : int
         A multiple of 4.
     added : int, optional
-        Where the counters are that become zeros: 32 bits, (stat_heads, stat_rows / ADDED_ROWS).
+        Where the counters are that become zeros: 32 bits, (stat_heads, stat_rows / ADDED_ROWS),
+        and one more for the number of the next block.
     """
     chosen = config(problem)
     arrays = (backward.out, backward.dout, backward.lse, backward.dlse)

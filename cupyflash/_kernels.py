@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _backward_sm90, _cpu, _cpu_backward, _forward_sm80, _forward_sm90, reference
+from . import (
+    _backward_sm80,
+    _backward_sm90,
+    _cpu,
+    _cpu_backward,
+    _forward_sm80,
+    _forward_sm90,
+    reference,
+)
 from ._array import Array, host_dtype
 from ._array.host import host_view
 from ._forward import MAX_HEAD_DIM, refuse_dtype
@@ -328,6 +336,19 @@ BACKWARD_SM90 = Kernel(
     steps=_backward_sm90.steps,
 )
 
+BACKWARD_SM80 = Kernel(
+    name=_backward_sm80.NAME,
+    op="backward",
+    arch=range(80, 1000),
+    needs=(
+        f"{', '.join(_backward_sm80.DTYPES)}; head dims <= {MAX_HEAD_DIM}; every option but the "
+        "gradient of a bias"
+    ),
+    unsupported=_backward_sm80.refusal,
+    config=_backward_sm80.config,
+    steps=_backward_sm80.steps,
+)
+
 CPU_BACKWARD = Kernel(
     name="cpu",
     op="backward",
@@ -348,6 +369,7 @@ REFERENCE_BACKWARD = Kernel(
 )
 
 KERNELS = (
-    FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, BACKWARD_SM90, CPU_BACKWARD, REFERENCE_BACKWARD,
+    FORWARD_SM90, FORWARD_SM80, CPU, REFERENCE, BACKWARD_SM90, BACKWARD_SM80, CPU_BACKWARD,
+    REFERENCE_BACKWARD,
 )  # fmt: skip
 HOST_KERNELS = tuple(dict.fromkeys(kernel.name for kernel in KERNELS if kernel.arch is None))

@@ -14,7 +14,16 @@ from ._philox import rescale, threshold
 from ._problem import Operands, Problem
 from .masks import Band, Mask, PrefixLM, Segments
 
-__all__ = ["HEADERS", "SIZES", "Policies", "pack", "pack_sequences", "places", "policies"]
+__all__ = [
+    "HEADERS",
+    "SIZES",
+    "Policies",
+    "pack",
+    "pack_sequences",
+    "pack_sink",
+    "places",
+    "policies",
+]
 
 WORD = 8  # bytes
 UNUSED = bytes(WORD)
@@ -146,6 +155,12 @@ def pack_sequences(problem: Problem, operands: Operands, start: int) -> tuple[by
     return b"".join(part for _, part in parts), _places(parts, start)
 
 
+def pack_sink(operands: Operands, start: int) -> tuple[bytes, Places]:
+    """Return the bytes of Params of the sink alone, and what `places` does for it."""
+    part = _sink_part(operands)
+    return part[1], _places((part,), start)
+
+
 def _places(parts: Iterable[Part], start: int) -> Places:
     found = []
     for key, part in parts:
@@ -162,10 +177,7 @@ def _parts(problem: Problem, operands: Operands) -> Iterator[Part]:
         yield "rng_state", _dropout(problem, operands)
     else:
         yield None, UNUSED
-    if (sink := operands.learnable_sink) is not None:
-        yield "learnable_sink", SINK.pack(sink.pointer, sink.strides[0])
-    else:
-        yield None, UNUSED
+    yield _sink_part(operands)
     yield from _sequence_parts(problem, operands)
 
 
@@ -213,6 +225,12 @@ def _dropout(problem: Problem, operands: Operands) -> bytes:
         return DROPOUT.pack(state.pointer, 0, 0, drops, factor, words, 0)
     seed, offset = state or (0, 0)
     return DROPOUT.pack(0, seed, offset, drops, factor, 0, 0)
+
+
+def _sink_part(operands: Operands) -> Part:
+    if (sink := operands.learnable_sink) is not None:
+        return "learnable_sink", SINK.pack(sink.pointer, sink.strides[0])
+    return None, UNUSED
 
 
 def _sequence_parts(problem: Problem, operands: Operands) -> Iterator[Part]:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from ._modifiers import Policies
 
-__all__ = ["HEAD_DIMS", "ForwardSm80", "Tiles", "forward_sm80", "heads_per_group", "shared_limit"]
+__all__ = [
+    "HEAD_DIMS", "ForwardSm80", "Tiles", "fits", "forward_sm80", "head_dim_classes",
+    "heads_per_group", "shared_limit",
+]  # fmt: skip
 
 # Classes of head dims: an array's own dimension is padded, in the kernel, to the next of these.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
@@ -248,10 +251,15 @@ def forward_sm80(
 def _first_that_fits(sizes: Iterable[tuple[Tiles, int]], limit: int, arch: int) -> Tiles:
     """Return the first tiles whose promised blocks fit a multiprocessor."""
     for tiles, size in sizes:
-        # A multiprocessor has a KiB more than a block may have, and every block takes one.
-        if max(1, tiles.min_blocks) * (size + 1024) <= limit + 1024:
+        if fits(size, tiles.min_blocks, limit):
             return tiles
     raise AssertionError(f"no tiles fit compute capability {arch}")
+
+
+def fits(size: int, blocks: int, limit: int) -> bool:
+    """Return whether a multiprocessor holds so many blocks, of which one may have `limit` bytes."""
+    # It has a KiB more than a block may have, and every block takes one.
+    return max(1, blocks) * (size + 1024) <= limit + 1024
 
 
 def heads_per_group(len_k: int, head_dim: int, head_dim_v: int, itemsize: int, heads: int) -> int:

@@ -17,6 +17,7 @@ __all__ = ["render"]
 HEADERS = {
     **dict.fromkeys(("Float16", "Bfloat16", "Float32", "Float64"), "tile/types.cuh"),
     **dict.fromkeys(("Float8E4m3", "Float8E5m2"), "tile/fp8.cuh"),
+    **dict.fromkeys(("RowOrder", "ThreadOrder", "LaneOrder"), "tile/sums.cuh"),
     **{mask.__name__: mask.header for mask in masks.ALL},
     **_modifiers.HEADERS,
 }

@@ -1,21 +1,22 @@
 """Gradients of one kernel on hostile memory, held against the oracle by the accuracy rule."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated import needs_compiler
+from cases import Case
+from emulated import ARCH, needs_compiler
 from harness import Operand, fetch, hosted, placed, strided
 
 import cupyflash
-from cupyflash import Gradients, UnsupportedProblem, _accuracy
+from cupyflash import Gradients, UnsupportedProblem, _accuracy, _backward
 from cupyflash._array import host
 from cupyflash._kernels import KERNELS
 
 HOST = ("cpu", "reference")
-GENERIC = "attention_bwd_sm80"  # of every GPU: it takes every problem of the tests
 EMULATED = "emulated "  # before the name of a kernel of a GPU: on the emulator
 NAMES = [row.name for row in KERNELS if row.op == "backward" and row.arch is not None]
 ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in NAMES]
@@ -57,7 +58,7 @@ def run(
                 dout, *arrays, out, lse, kernel=name, **own, **there
             )
         except UnsupportedProblem as refusal:
-            if name in (*HOST, GENERIC):
+            if name in HOST:
                 raise
             pytest.skip(str(refusal))
     return Gradients(*(None if x is None else fetch(place, x)[0] for x in results))
@@ -84,6 +85,37 @@ def poisoned(place: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "empty_strided", filled)
         yield
+
+
+def emulated(
+    kernel: str, case: Case, seed: int = 0, *, arch: int = ARCH, **options: Any
+) -> Gradients:
+    """Return the gradients of a case by a kernel of a GPU on the emulator, after the CPU's out.
+
+    But for that of a bias.
+    """
+    arrays = [x.host for x in case.arrays()]
+    options = hosted(case.options) | options
+    own = options.pop("deterministic", False)
+    dout, dlse = seeds_of(arrays[0], arrays[2], options.get("layout", "bshd"))
+    function = cupyflash.attention_varlen if "cu_seqlens_q" in options else cupyflash.attention
+    out, lse = function(*arrays, return_lse=True, **options)
+    with cupyflash.emulate(seed=seed, arch=arch), pytest.MonkeyPatch.context() as patch:
+        call = functools.partial(_backward.call, wanted=("dsink",))
+        patch.setattr(_backward, "call", call)
+        return cupyflash.attention_backward(
+            dout, *arrays, out, lse, dlse=dlse, kernel=kernel, deterministic=own, **options
+        )
+
+
+def judge_case(case: Case, results: Gradients, **options: Any) -> None:
+    """Hold the gradients of a case against the oracle; those that are None are not judged."""
+    q, k, v = (x.host for x in case.arrays())
+    options = hosted(case.options) | options
+    options.pop("deterministic", None)
+    dout, dlse = seeds_of(q, v, options.get("layout", "bshd"))
+    verdict = _accuracy.gradients_verdict(results, dout, q, k, v, dlse=dlse, **options)
+    assert verdict.ok, verdict.message
 
 
 def judge(

@@ -13,8 +13,17 @@ import pytest
 
 from cupyflash import _backward_delta, _jit, _tuning_sm90, _unit
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
-from cupyflash._kernels import FORWARD_SM80, FORWARD_SM90, KERNELS, Kernel
+from cupyflash._kernels import (
+    BACKWARD_SM80,
+    BACKWARD_SM90,
+    FORWARD_SM80,
+    FORWARD_SM90,
+    KERNELS,
+    Kernel,
+)
+from cupyflash._launch import Launch
 from cupyflash._problem import Operands, Problem, describe, forms
+from cupyflash._problem_backward import Backward, describe_backward
 from cupyflash._tuning import HEAD_DIMS, UNEQUAL
 from cupyflash.masks import Band, PrefixLM, Segments
 
@@ -99,8 +108,28 @@ PAIRS = (("bias", "dropout"), ("bias", "mask"), ("alibi", "dropout"), ("segments
 
 def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> Any:
     """Describe a causal call with modifiers."""
-    shape = (2 * LENGTH, 4, head_dim) if "packed" in names else (2, LENGTH, 4, head_dim)
-    arrays = {name: array(shape, dtype) for name in "qkv"}
+    arrays, options = arguments(dtype, (head_dim, head_dim), names)
+    return describe(arrays, arch=arch, **options)
+
+
+def gradients(
+    arch: int, dtype: str, dims: tuple[int, int], names: tuple[str, ...], **changes: Any
+) -> tuple[Problem, Operands, Backward]:
+    """Describe the gradients of such a call, but for that of a bias."""
+    arrays, options = arguments(dtype, dims, names)
+    batch, length, heads, _ = (1, *arrays["v"].shape)[-4:]
+    arrays |= dict.fromkeys(("dout", "out"), array(arrays["v"].shape, dtype))
+    sums = (heads, length) if "packed" in names else (batch, heads, length)
+    arrays |= dict.fromkeys(("lse", "dlse"), array(sums, "float32"))
+    return describe_backward(arrays, arch=arch, wanted=("dsink",), **options | changes)
+
+
+def arguments(
+    dtype: str, dims: tuple[int, int], names: tuple[str, ...]
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the arrays of a causal call with modifiers, and its other options."""
+    outer = (2 * LENGTH, 4) if "packed" in names else (2, LENGTH, 4)
+    arrays = {name: array((*outer, dims[name == "v"]), dtype) for name in "qkv"}
     options: dict[str, Any] = {"causal": True}
     parts = [MODIFIERS[name]["mask"] for name in names if "mask" in MODIFIERS[name]]
     mask = parts[0] if len(parts) == 1 else parts[0] & parts[1] if parts else None
@@ -112,7 +141,7 @@ def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> An
                 arrays[option] = array(*value)
             elif option != "mask":
                 options[option] = value
-    return describe(arrays, arch=arch, masks=found, **options)
+    return arrays, options | {"masks": found}
 
 
 def modified_gate() -> list[Any]:
@@ -192,14 +221,18 @@ def assert_fits(row: Kernel, problem: Problem, operands: Operands) -> None:
     assert row.config is not None
     assert problem.arch is not None
     assert row.launch is not None
-    launch, config = row.launch(problem, operands), row.config(problem)
+    promised = max(1, row.config(problem).min_blocks)
+    assert_launch_fits(row.launch(problem, operands), problem.arch, promised)
+
+
+def assert_launch_fits(launch: Launch, arch: int, blocks: int = 1) -> None:
+    """Compile a launch, of which a multiprocessor is promised to hold so many blocks."""
     cubin = _jit.compile(launch.unit, launch.symbol, launch.arch)
     used = cubin.resources
     assert cubin.log == ""
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
-    blocks = max(1, config.min_blocks)  # that a multiprocessor is promised to hold
     assert used.registers * launch.block[0] * blocks <= REGISTERS
-    multiprocessor, block = (kibibytes * 1024 for kibibytes in SHARED[problem.arch])
+    multiprocessor, block = (kibibytes * 1024 for kibibytes in SHARED[arch])
     shared = used.shared + launch.shared_bytes
     assert shared <= block
     assert blocks * (shared + SYSTEM_BYTES) <= multiprocessor
@@ -210,6 +243,43 @@ def test_some_kernel_takes_every_class(arch: int) -> None:
     dtypes = DTYPES + FLOAT8S * (arch == 90)
     asked = [problem(arch, *facts) for facts in itertools.product(dtypes, HEAD_DIMS)]
     assert not [p for p in asked if all(row.refusal(p) for row in ROWS)]
+
+
+def backward_gate() -> list[Any]:
+    """Every class where architectures have tiles of their own; then features, and all of them."""
+    archs = itertools.cycle(SHARED)
+    plain: list[Any] = [
+        (arch, "bfloat16", (dim, dim), ())
+        for arch, dim in itertools.product((80, 86, 90), HEAD_DIMS)
+    ]
+    plain += [(arch, "float16", (64, 64), ()) for arch in SHARED]
+    plain += [(90, "bfloat16", dims, ()) for dims in sorted(UNEQUAL)]
+    names = [(name,) for name in MODIFIERS if name != "sink"] + [*PAIRS]
+    some = [(next(archs), "bfloat16", (n, n), x) for n in (64, 128) for x in names]
+    every = [(arch, "float16", (n, n), ALL) for arch in (80, 86, 90) for n in HEAD_DIMS]
+    changes = [{}, {}, {"deterministic": True}]
+    calls = [
+        (*call, options)
+        for several, options in zip((plain, some, every), changes, strict=True)
+        for call in several
+    ]
+    for n in (64, 128, 256):
+        for options in ({"window_size": (128, 128)}, {"deterministic": True}):
+            calls.append((90, "bfloat16", (n, n), (), options))
+    return [pytest.param(*call, id="-".join(map(str, call))) for call in calls]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "dims", "names", "options"), backward_gate())
+def test_the_steps_of_the_generic_backward_do_too(
+    arch: int, dtype: str, dims: tuple[int, int], names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    row = BACKWARD_SM80
+    problem, operands, backward = gradients(arch, dtype, dims, names, **options)
+    assert row.refusal(problem) is None
+    assert row.config is not None
+    for launch in row.launches(problem, operands, backward):
+        promised = row.config(problem).min_blocks if launch.symbol == row.name else 1
+        assert_launch_fits(launch, arch, max(1, promised))
 
 
 DELTA = [
@@ -237,5 +307,12 @@ def test_the_statistics_of_the_backward_compile_without_a_remark(
 
 def test_every_kernel_file_is_a_row_or_a_step_of_one() -> None:
     files = {name for name in _jit.sources() if name.startswith("kernels/")}
-    names = {row.name for row in ROWS} | {_backward_delta.NAME}
+    names = {row.name for row in ROWS}
+    for head_dim in (64, 256):
+        described = gradients(90, "bfloat16", (head_dim, head_dim), ())
+        with_sink = gradients(90, "bfloat16", (head_dim, head_dim), ("sink",))
+        assert BACKWARD_SM90.steps is not None
+        assert BACKWARD_SM80.steps is not None
+        for steps in (BACKWARD_SM90.steps(*described), BACKWARD_SM80.steps(*with_sink)):
+            names |= {launch.symbol for launch in steps.launches}
     assert files == {f"kernels/{name}.cu" for name in names}

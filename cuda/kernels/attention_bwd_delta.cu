@@ -30,7 +30,7 @@ struct Params {
   float *lse_log2;                   // [heads, rows]: all batch entries' heads, those of packed sequences once
   float *delta;                      // likewise
   float *dq;                         // [heads, rows, dq_columns]; may be null
-  u32 *added;                        // [heads, rows / ADDED_ROWS]; may be null
+  u32 *added;                        // [heads, rows / ADDED_ROWS], and one more; may be null
   i64 out_batch, out_row, out_head;  // strides in elements; the last dimension's is 1
   i64 dout_batch, dout_row, dout_head;
   i64 dlse_batch, dlse_head, dlse_row;
@@ -86,6 +86,8 @@ DEVICE void clear(const Params &p, const StatBlock &block, u32 thread) {
     for (int i = thread; i < STAT_ROWS * p.dq_columns / 4; i += THREADS) dq[i] = {};
   }
   if (p.added && thread < STAT_ROWS / ADDED_ROWS) p.added[block.stat_row / ADDED_ROWS + thread] = 0;
+  // That of the next block, after all others.
+  if (p.added && thread == 0 && block.stat_row == 0) p.added[static_cast<i64>(gridDim.x) * STAT_ROWS / ADDED_ROWS] = 0;
 }
 
 }  // namespace delta

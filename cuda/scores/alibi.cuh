@@ -26,6 +26,11 @@ struct Alibi {
     odd -= penalty(first - static_cast<float>(column + 1));
   }
 
+  DEVICE float differentiate(float &score, int q, int k) const {
+    score -= penalty(static_cast<float>(q + diagonal - k));
+    return 1.0f;
+  }
+
  private:
   // Rounded, so that the difference may be one instruction with what scales the score.
   DEVICE float penalty(float distance) const { return ptx::mul(slope, fabsf(distance)); }

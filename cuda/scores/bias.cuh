@@ -52,6 +52,11 @@ struct Bias {
     }
   }
 
+  DEVICE float differentiate(float &score, int q, int k) const {
+    score += T::single(bias.at(q, k));
+    return 1.0f;
+  }
+
  private:
   using Bits = WordOf<sizeof(Element)>::Type;
   using Both = WordOf<(READ == 2 ? 2 : 1) * sizeof(Element)>::Type;

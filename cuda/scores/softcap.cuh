@@ -16,6 +16,13 @@ struct Softcap {
 
   DEVICE void apply(float &even, float &odd, int, int, int) const { even = capped(even), odd = capped(odd); }
 
+  // The derivative of cap tanh(score / cap) is 1 - tanh^2.
+  DEVICE float differentiate(float &score, int, int) const {
+    score = capped(score);
+    const float tanh = score * inverse;
+    return 1.0f - tanh * tanh;
+  }
+
  private:
   DEVICE float capped(float score) const {
     const float s = ptx::min_nan(ptx::max_nan(score, -limit), limit), x = s * inverse, y = x * x;

@@ -1,4 +1,4 @@
-// Accumulators of m16n8k16 products in the registers of one warp, and the two products of attention. In each 16 x 8
+// Accumulators of m16n8k16 products in the registers of one warp, and the products of attention. In each 16 x 8
 // piece a thread owns two columns of two rows: row lane / 4 (+ 8), columns 2 (lane % 4) (+ 1).
 #pragma once
 #include "tile/smem.cuh"
@@ -52,6 +52,35 @@ struct Rows {
       for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows(a[i][m], row + 16 * m, column, lane);
   }
 
+  // Rows of A are columns [row, row + M) of the tile.
+  template <int R, int C>
+  DEVICE void load_transposed(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < T::PLANES; ++i)
+#pragma unroll
+      for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows_trans(a[i][m], column, row + 16 * m, lane);
+  }
+
+  // Two neighbours in a row: register i of the 16 x 16 piece m.
+  DEVICE void put(int m, int i, float low, float high) {
+    u32 planes[T::PLANES];
+    split<T>(low, high, planes);
+#pragma unroll
+    for (int k = 0; k < T::PLANES; ++k) a[k][m][i] = planes[k];
+  }
+
+  // To where load would read it.
+  template <int R, int C>
+  DEVICE void store(Operand<T, R, C> &operand, int row, int column, u32 lane) const {
+#pragma unroll
+    for (int k = 0; k < T::PLANES; ++k)
+#pragma unroll
+      for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          operand.plane[k].pair(row + 16 * m + i % 2 * 8 + lane / 4, column + i / 2 * 8 + lane % 4 * 2) = a[k][m][i];
+  }
+
   // Columns [column, column + 16) of an accumulator of weights: its layout is that of the A operand.
   template <int N>
   DEVICE void load(const Fragment<M, N> &p, int column) {
@@ -60,10 +89,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&pair)[4] = p.x[m][column / 8 + i / 2];
-        u32 planes[T::PLANES];
-        split<T>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
-#pragma unroll
-        for (int k = 0; k < T::PLANES; ++k) a[k][m][i] = planes[k];
+        put(m, i, pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
   }
 };
@@ -125,23 +151,23 @@ DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, cons
 // infinite: clamped, they leave the leading part, which is infinite or NaN itself, as it is.
 DEVICE float joined(float high, float low) { return high + fminf(fmaxf(low, -LARGEST), LARGEST); }
 
-// S = Q K^T. q(rows, column, lane) provides the A operand of columns [column, column + 16) of Q.
-template <class T, int M, int N, int D, class Queries>
-DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32 lane) {
+// D += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns [column,
+// column + 16) of A.
+template <class T, int M, int N, int R, int C, class Left>
+DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, u32 lane) {
   constexpr int G = GROUP<T, M, N>;
   Fragment<M, N> low;
-  s.zero();
   low.zero();
 #pragma unroll
-  for (int d = 0; d < D; d += 16) {
-    Rows<T, M> a;
-    q(a, d, lane);
+  for (int column = 0; column < C; column += 16) {
+    Rows<T, M> left;
+    a(left, column, lane);
 #pragma unroll
-    for (int key = 0; key < N; key += 16 * G) {
-      Columns<T> b[G];
+    for (int n = 0; n < N; n += 16 * G) {
+      Columns<T> right[G];
 #pragma unroll
-      for (int g = 0; g < G; ++g) b[g].load_transposed(k, key + 16 * g, d, lane);
-      multiply(s, low, key, a, b);
+      for (int g = 0; g < G; ++g) right[g].load_transposed(b, row + n + 16 * g, column, lane);
+      multiply(d, low, n, left, right);
     }
   }
   if constexpr (T::PLANES > 1) {
@@ -150,49 +176,63 @@ DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s.x[m][n][i] = joined(s.x[m][n][i], low.x[m][n][i]);
+        for (int i = 0; i < 4; ++i) d.x[m][n][i] = joined(d.x[m][n][i], low.x[m][n][i]);
   }
 }
 
-// O += P V. p(rows, key) provides the A operand of columns [key, key + 16) of P, each once and in order. Tensor cores
-// truncate as they accumulate: fp32 sums each key block apart and adds it to O by a rounded addition.
-template <class T, int M, int N, int DV, class Weights>
-DEVICE void gemm_pv(Fragment<M, DV> &o, Weights p, const Operand<T, N, DV> &v, u32 lane) {
+// S = Q K^T, with q as gemm_transposed takes it.
+template <class T, int M, int N, int D, class Queries>
+DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32 lane) {
+  s.zero();
+  gemm_transposed(s, q, k, 0, lane);
+}
+
+// D += A B, for rows [row, row + DEPTH) and columns [column, column + N) of the tile B. a(rows, k) provides the A
+// operand of columns [k, k + 16) of A, each once and in order. Tensor cores truncate as they accumulate: fp32 sums each
+// call apart and adds it to D by a rounded addition.
+template <int DEPTH, class T, int M, int N, int R, int C, class Left>
+DEVICE void gemm(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, int column, u32 lane) {
   if constexpr (T::PLANES == 1) {
 #pragma unroll
-    for (int key = 0; key < N; key += 16) {
-      Rows<T, M> a;
-      p(a, key);
+    for (int k = 0; k < DEPTH; k += 16) {
+      Rows<T, M> left;
+      a(left, k);
 #pragma unroll
-      for (int d = 0; d < DV; d += 16) {
-        Columns<T> b[1];
-        b[0].load(v, key, d, lane);
-        multiply(o, o, d, a, b);
+      for (int n = 0; n < N; n += 16) {
+        Columns<T> right[1];
+        right[0].load(b, row + k, column + n, lane);
+        multiply(d, d, n, left, right);
       }
     }
   } else {
-    constexpr int G = GROUP<T, M, DV>;
-    Rows<T, M> a[N / 16];
+    constexpr int G = GROUP<T, M, N>;
+    Rows<T, M> left[DEPTH / 16];
 #pragma unroll
-    for (int key = 0; key < N; key += 16) p(a[key / 16], key);
+    for (int k = 0; k < DEPTH; k += 16) a(left[k / 16], k);
 #pragma unroll
-    for (int d = 0; d < DV; d += 16 * G) {
+    for (int first = 0; first < N; first += 16 * G) {
       Fragment<M, 16 * G> high, low;
       high.zero();
       low.zero();
 #pragma unroll
-      for (int key = 0; key < N; key += 16) {
-        Columns<T> b[G];
+      for (int k = 0; k < DEPTH; k += 16) {
+        Columns<T> right[G];
 #pragma unroll
-        for (int g = 0; g < G; ++g) b[g].load(v, key, d + 16 * g, lane);
-        multiply(high, low, 0, a[key / 16], b);
+        for (int g = 0; g < G; ++g) right[g].load(b, row + k, column + first + 16 * g, lane);
+        multiply(high, low, 0, left[k / 16], right);
       }
 #pragma unroll
       for (int m = 0; m < M / 16; ++m)
 #pragma unroll
         for (int n = 0; n < 2 * G; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) o.x[m][d / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
+          for (int i = 0; i < 4; ++i) d.x[m][first / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
     }
   }
+}
+
+// O += P V, with p as gemm takes it.
+template <class T, int M, int N, int DV, class Weights>
+DEVICE void gemm_pv(Fragment<M, DV> &o, Weights p, const Operand<T, N, DV> &v, u32 lane) {
+  gemm<N>(o, p, v, 0, 0, lane);
 }

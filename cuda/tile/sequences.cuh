@@ -11,7 +11,7 @@ struct Span {
   int length, extent;
 };
 
-// Every entry of a batch has all rows of the arrays.
+// Every entry of a batch has all rows of the arrays. every_keys also knows of the rows that are no sequence's.
 struct Dense {
   static constexpr bool PACKED = false;  // all sequences lie in one entry of the arrays
   static constexpr bool VARIES = false;  // lengths are read from memory
@@ -21,6 +21,7 @@ struct Dense {
 
   DEVICE static Span queries(const Params &, int, int, int len_q) { return {0, len_q, len_q}; }
   DEVICE static Span keys(const Params &, int, int len_k) { return {0, len_k, len_k}; }
+  DEVICE static Span every_keys(const Params &p, int b, int, int len_k) { return keys(p, b, len_k); }
 };
 
 // An entry of a batch has the first rows of the arrays.
@@ -33,6 +34,7 @@ struct Used {
 
   DEVICE static Span queries(const Params &p, int b, int, int len_q) { return {0, used(p.q, b, len_q), len_q}; }
   DEVICE static Span keys(const Params &p, int b, int len_k) { return {0, used(p.k, b, len_k), len_k}; }
+  DEVICE static Span every_keys(const Params &p, int b, int, int len_k) { return keys(p, b, len_k); }
 
   DEVICE static int used(const Integers &lengths, int b, int length) {
     return lengths.x ? static_cast<int>(lengths.clipped(b, 0, length)) : length;
@@ -51,11 +53,10 @@ struct Packed {
   // Sequence `batch` are the rows before the first bound, batch + 1 those after it and the last: none is in use. All
   // rows between the two are some sequence's, those of these two only where bounds fall.
   DEVICE static Span queries(const Params &p, int b, int batch, int total_q) {
-    if (b < batch) return span(p.cu_q, p.used_q, b, total_q);
-    const i64 first = p.cu_q.clipped(0, 0, total_q);
-    if (b == batch) return {0, 0, static_cast<int>(first)};
-    const i64 end = p.cu_q.clipped(batch, first, total_q);
-    return {end, 0, static_cast<int>(total_q - end)};
+    return b < batch ? span(p.cu_q, p.used_q, b, total_q) : around(p.cu_q, b, batch, total_q);
+  }
+  DEVICE static Span every_keys(const Params &p, int b, int batch, int total_k) {
+    return b < batch ? keys(p, b, total_k) : around(p.cu_k, b, batch, total_k);
   }
 
   // Whether some sequence has a query from row `begin` up to `end`: one lane's share of the answer.
@@ -79,19 +80,17 @@ struct Packed {
 
   DEVICE static Span keys(const Params &p, int b, int total_k) { return span(p.cu_k, p.used_k, b, total_k); }
 
-  // The same with the rows before the first sequence and after the last.
-  DEVICE static Span every_keys(const Params &p, int b, int batch, int total_k) {
-    if (b < batch) return keys(p, b, total_k);
-    const i64 first = p.cu_k.clipped(0, 0, total_k);
-    if (b == batch) return {0, 0, static_cast<int>(first)};
-    const i64 end = batch ? p.cu_k.clipped(batch, p.cu_k.clipped(batch - 1, 0, total_k), total_k) : first;
-    return {end, 0, static_cast<int>(total_k - end)};
-  }
-
   DEVICE static Span span(const Integers &cu, const Integers &used, int b, int total) {
     const i64 first = cu.clipped(b, 0, total);
     const int extent = static_cast<int>(cu.clipped(b + 1, first, total) - first);
     return {first, Used::used(used, b, extent), extent};
+  }
+
+  DEVICE static Span around(const Integers &cu, int b, int batch, int total) {
+    const i64 first = cu.clipped(0, 0, total);
+    if (b == batch) return {0, 0, static_cast<int>(first)};
+    const i64 end = cu.clipped(batch, first, total);
+    return {end, 0, static_cast<int>(total - end)};
   }
 };
 

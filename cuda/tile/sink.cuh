@@ -17,6 +17,7 @@ struct NoSink {
 template <class T>
 struct Sink {
   static constexpr bool PRESENT = true;
+  using Storage = T::Storage;
   struct Params {
     const typename T::Storage *x;  // [heads_q]
     i64 head;                      // stride in elements
@@ -25,6 +26,9 @@ struct Sink {
   float logit;  // in the units of scores; -inf is none
 
   DEVICE Sink(const Params &p, int head) : logit(T::single(p.x[head * p.head])) {}
+
+  // A gradient of the logits, in their type.
+  DEVICE static Storage narrow(float x) { return T::narrow(x); }
 
   // Takes a row's 1 / l and LSE from the sum of its weights to that sum and the sink. Those of a row that sees no key
   // are 0 and -inf, and whatever the sink is, it is all of that row's sum. Else a sink of NaN or +inf gives NaN.

@@ -25,10 +25,21 @@ struct Tile {
     return row * COLUMNS * 2 + (chunk ^ row / (8 / SPAN) % SPAN) * 16;
   }
 
+  // Two neighbouring elements, of which the first has an even column.
+  DEVICE u32 &pair(u32 row, u32 column) {
+    return *reinterpret_cast<u32 *>(bytes() + offset(row, column / 8) + column % 8 * 2);
+  }
+
   // The 16 x 16 matrix at (row, column) as an A operand: its 8 x 8 quarters top left, bottom left, top right, bottom
   // right.
   DEVICE void load_rows(u32 (&d)[4], int row, int column, u32 lane) const {
     ptx::ldmatrix_x4(d, address(lane % 16, lane / 16, row, column));
+  }
+
+  // The transpose of the matrix as an A operand: quarters top left, top right, bottom left, bottom right, each
+  // transposed.
+  DEVICE void load_rows_trans(u32 (&d)[4], int row, int column, u32 lane) const {
+    ptx::ldmatrix_x4_trans(d, address(lane % 8 + lane / 16 * 8, lane / 8 % 2, row, column));
   }
 
   // The matrix whose rows are the columns of two B operands: quarters top left, top right, bottom left, bottom right.

@@ -1,7 +1,7 @@
-// Element types of Q, K, V and O, and of what joins the scores (`single` is an element in fp32). Tensor cores multiply
-// 16-bit floats: an element is the sum of PLANES of them. A fp32 number is exactly b0 + b1 + b2 with 8-bit bfloat16
-// significands, and of the nine products of two such numbers the six above 2^-27 are kept, which is below half an ulp
-// of fp32: fp32 accuracy at a sixth of the bfloat16 rate.
+// Element types of Q, K, V and O, and of what joins the scores (`single` is an element in fp32, `narrow` the way back).
+// Tensor cores multiply 16-bit floats: an element is the sum of PLANES of them. A fp32 number is exactly b0 + b1 + b2
+// with 8-bit bfloat16 significands, and of the nine products of two such numbers the six above 2^-27 are kept, which is
+// below half an ulp of fp32: fp32 accuracy at a sixth of the bfloat16 rate.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
@@ -17,6 +17,7 @@ struct Bfloat16 {
   DEVICE static u32 pair(float low, float high) { return ptx::bf16x2(low, high); }
   DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k16_bf16(d, a, b0, b1); }
   DEVICE static float single(Storage x) { return ptx::bits_float(static_cast<u32>(x) << 16); }
+  DEVICE static Storage narrow(float x) { return static_cast<u16>(pair(x, 0.0f)); }
 };
 
 struct Float16 {
@@ -27,6 +28,7 @@ struct Float16 {
   DEVICE static u32 pair(float low, float high) { return ptx::f16x2(low, high); }
   DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k16_f16(d, a, b0, b1); }
   DEVICE static float single(Storage x) { return ptx::float_of_f16(x); }
+  DEVICE static Storage narrow(float x) { return static_cast<u16>(pair(x, 0.0f)); }
 };
 
 struct Float32 {
@@ -34,11 +36,13 @@ struct Float32 {
   using Plane = Bfloat16;
   static constexpr int PLANES = 3;
   DEVICE static float single(Storage x) { return x; }
+  DEVICE static Storage narrow(float x) { return x; }
 };
 
 struct Float64 {  // of a bias or a sink
   using Storage = double;
   DEVICE static float single(Storage x) { return static_cast<float>(x); }
+  DEVICE static Storage narrow(float x) { return x; }
 };
 
 // Far enough from overflow for split: NaN and infinities are not.

@@ -1,0 +1,206 @@
+"""The generic backward kernels on the emulator, from the very sources that NVRTC gets."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import ALONE, EDGES, MEMORY, VARLEN, Case, Modified
+from emulated import SEEDS, needs_compiler
+from gradients import emulated, judge, judge_case, seeds_of
+from harness import same_bits
+
+import cupyflash
+from cupyflash import _backward_sm80, _tuning
+
+pytestmark = needs_compiler
+
+KERNEL = _backward_sm80.NAME
+DTYPES = _backward_sm80.DTYPES
+BANDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window_size": (40, 9)},
+    {"window_size": (33, -1), "alignment": "top_left"},
+)
+# Every class of head dims and every pair of unequal ones, each with another band: more than one
+# tile of queries and of keys, both ragged, and heads that share K and V.
+CLASSES = tuple(
+    Case(140, 150, *dims, dtype, heads_q=2, heads_k=1, label="class", **BANDS[n % len(BANDS)])
+    for n, dims in enumerate((*((dim, dim) for dim in _tuning.HEAD_DIMS), *_tuning.UNEQUAL))
+    for dtype in [DTYPES[n % len(DTYPES)]]
+)
+# Head dims whose rows allow accesses of 2, 4 and 8 bytes only, and differ from one another.
+ODD_DIMS = tuple(
+    Case(33, 40, *dims, "float16", window_size=(20, 3), label="odd")
+    for dims in ((1, 1), (7, 5), (2, 6), (20, 12), (33, 40), (72, 104))
+)
+LENGTHS = (1, 63, 64, 65, 129)
+SOME = {"heads_q": 2, "heads_k": 1}
+WORK = 700_000  # scores times head dims of a case that CI has the time for
+EDGE_CASES = tuple(
+    replace(case, dtype="float16")  # of one dtype, so that fewer units are compiled
+    for case in EDGES
+    if case.dtype in DTYPES
+    and case.batch * case.heads_q * case.len_q * case.len_k * case.head_dim <= 64 * WORK
+)
+ROW_MEMORY = tuple(case for case in MEMORY if case.dtype == "float16")
+SCALES = tuple(
+    Case(70, 70, 64, 64, "float16", causal=True, softmax_scale=scale, label="scale")
+    for scale in (0.0, -0.3, 1e-42, 3.0)
+)
+# Modifiers alone, with 16-bit elements; sets of them on tiles that leave registers for them.
+HALVES = {"float32": "float16"}
+MODIFIED = tuple(
+    replace(case, dtype=HALVES.get(case.dtype, case.dtype)) for case in ALONE + VARLEN[:26]
+)
+SETS = tuple(
+    Modified(
+        *(97, 130, dim, dim, "float16"), batch=2, heads_q=4, heads_k=2, causal=True,
+        modifiers=("softcap", "alibi", bias, "mask", "prefix", "sink", "dropout", "used_q"),
+        label="set",
+    )
+    for dim, bias in ((16, "bias_fp64"), (32, "bias"), (64, "bias_bf16"), (96, "bias_of_keys"),
+                      (128, "bias_fp16"), (192, "bias_columns_first"), (256, "bias_of_queries"))
+)  # fmt: skip
+
+
+def seed_of(case: Case) -> int:
+    """Spread the seeds over cases that run with one of them."""
+    return SEEDS[sum(case.id.encode()) % len(SEEDS)]
+
+
+def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> None:
+    """Hold the gradients of the first seed against the oracle; others have the bits of dK, dV."""
+    seeds = seeds or (seed_of(case),)
+    first, *others = (emulated(KERNEL, case, seed, **options) for seed in seeds)
+    options.pop("arch", None)
+    judge_case(case, first, **options)
+    for other in others:
+        assert same_bits(first.dk, other.dk)
+        assert same_bits(first.dv, other.dv)
+        if options.get("deterministic"):
+            assert same_bits(first.dq, other.dq)
+
+
+@pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.id)
+def test_every_class_of_head_dims(case: Case) -> None:
+    check(case, SEEDS)
+
+
+@pytest.mark.parametrize("case", ODD_DIMS, ids=lambda case: case.id)
+def test_odd_head_dims(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", EDGE_CASES + ROW_MEMORY + SCALES, ids=lambda case: case.id)
+def test_edge_case(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", MODIFIED + SETS, ids=lambda case: case.id)
+def test_modifiers_and_lengths(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("len_q", LENGTHS)
+def test_pairs_of_lengths(len_q: int, band: dict[str, Any]) -> None:
+    for len_k in LENGTHS:
+        case = Case(len_q, len_k, 16, 16, "float16", **band)
+        try:
+            check(case)
+        except (AssertionError, cupyflash.KernelFault) as failure:
+            raise AssertionError(f"{case.id}: {failure}") from None
+
+
+@pytest.mark.parametrize("arch", [80, 86, 100])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_of_every_architecture(arch: int, dim: int) -> None:
+    check(Case(140, 150, dim, dim, "float16", causal=True, **SOME), arch=arch)
+
+
+DETERMINISTIC = (
+    *(
+        Case(300, 410, 64, 64, "float16", batch=2, label="fixed", **SOME, **band)
+        for band in (*BANDS, {"window_size": (0, 0)}, {"causal": True, "alignment": "top_left"})
+    ),
+    Case(140, 300, 128, 128, label="fixed", **SOME),
+    Case(70, 200, 256, 256, label="fixed", causal=True, **SOME),
+    Modified(200, 300, 64, 64, "float16", modifiers=("prefix", "mask"), batch=2, label="fixed"),
+    Modified.varlen(((70, 290), (0, 30), (150, 140)), 64, 64, "float16", causal=True, **SOME),
+)
+
+
+@pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
+def test_deterministic_gradients_repeat_their_bits(case: Case) -> None:
+    check(case, (*SEEDS, 1, 8), deterministic=True)
+
+
+def test_dq_is_summed_in_any_order_unless_asked() -> None:
+    case = DETERMINISTIC[0]
+    results = [emulated(KERNEL, case, seed) for seed in (0, 1, 2, 3, 8)]
+    assert any(not same_bits(results[0].dq, other.dq) for other in results[1:])
+
+
+USED = {"seqused_q": np.array([70, 0, 130]), "seqused_k": np.array([100, 150, 0])}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("modifiers", [{}, {"softcap": 2.0}], ids=str)
+def test_what_lies_beyond_the_lengths_reaches_nothing(dim: int, modifiers: dict[str, Any]) -> None:
+    case = Case(140, 150, dim, dim, "float16", batch=3, causal=True, **SOME)
+    q, k, v = (np.array(x.host) for x in case.arrays())
+    dout, dlse = (np.array(x) for x in seeds_of(q, v))
+    for b, (rows_q, rows_k) in enumerate(zip(*USED.values(), strict=True)):
+        q[b, rows_q:], dout[b, rows_q:], dlse[b, :, rows_q:] = np.nan, np.nan, np.nan
+        k[b, rows_k:], v[b, rows_k:] = np.nan, np.nan
+    options = case.options | USED | modifiers
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    with cupyflash.emulate(seed=3):
+        results = cupyflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, kernel=KERNEL, **options
+        )
+    judge(results, q, k, v, dout, dlse, **options)
+
+
+def test_a_query_of_nan_reaches_the_values_that_it_sees_alone() -> None:
+    """And the keys of the tiles that it is multiplied with, as 0 times NaN."""
+    case = Case(140, 150, 64, 64, "float16", causal=True, alignment="top_left")
+    q, k, v = (np.array(x.host) for x in case.arrays())
+    dout, dlse = seeds_of(q, v)
+    q[0, 70] = np.nan
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **case.options)
+    with cupyflash.emulate(seed=2):
+        results = cupyflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, kernel=KERNEL, **case.options
+        )
+    nan = [np.isnan(x.astype(np.float32)).any(axis=(0, 2, 3)) for x in results[:3]]
+    assert np.flatnonzero(nan[0]).tolist() == [70]
+    assert nan[1][:71].all()
+    assert not nan[1][128:].any()
+    assert np.flatnonzero(nan[2]).tolist() == list(range(71))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_heads_in_groups(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backward_sm80, "heads_per_group", lambda *sizes: group)
+    check(Case(70, 300, 16, 16, "float16", batch=2, heads_q=5, heads_k=5, causal=True), (1,))
+
+
+def test_dout_and_dlse_of_any_strides() -> None:
+    case = Case(70, 130, 64, 64, "float16", batch=2, causal=True, **SOME)
+    q, k, v = (x.host for x in case.arrays())
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **case.options)
+    dout, dlse = seeds_of(q, v)
+    for seed, (a, b) in enumerate((
+        (np.broadcast_to(dout[:, :1], dout.shape), np.broadcast_to(dlse[:1], dlse.shape)),
+        (np.broadcast_to(dout.ravel()[0], dout.shape), None),
+        (np.asfortranarray(dout), np.asfortranarray(dlse)),
+        (dout[:, ::-1], dlse[..., ::-1]),
+    )):  # fmt: skip
+        with cupyflash.emulate(seed=seed):
+            results = cupyflash.attention_backward(
+                a, q, k, v, out, lse, dlse=b, kernel=KERNEL, **case.options
+            )
+        judge(results, q, k, v, a, b, **case.options)
