@@ -104,7 +104,10 @@ PIPELINE = f"""
   }}
 """
 
-IN_FLIGHT = "into which a copy is in flight"
+# A copy that has landed is on its way to those who have not waited for it.
+IN_FLIGHT = (
+    "(into which a copy is in flight|which a copy has written, and its barrier was not waited for)"
+)
 UNORDERED = "no barrier stands between"
 UNFENCED = r"thread \d+ has written, and no fence.proxy.async stands between"
 BEING_READ = "which an instruction of warp 1 in flight reads"
@@ -117,10 +120,12 @@ MUTANTS = {
     "the producer waits for the other parity": (
         "i / 2 % 2 ^ 1", "i / 2 % 2", r"parity 0 of the mbarrier .*; phase 0, pending arrivals 2",
     ),
-    "all lanes produce": ("if (ptx::elect())", "", f"{IN_FLIGHT}|more arrivals than its 1"),
+    "all lanes produce": (
+        "if (ptx::elect())", "", f"{IN_FLIGHT}|more arrivals than its 1|DEADLOCK",
+    ),
     "the consumers do not wait": (
         "ptx::mbarrier_wait(full[i % 2], i / 2 % 2);", "",
-        rf"which thread \d+ has read, and {UNORDERED}|a load reads .* {IN_FLIGHT}",
+        rf"thread \d+ has read, and {UNORDERED}|a load reads .* {IN_FLIGHT}|which nobody wrote",
     ),
     "half of the bytes are announced": (
         "full[i % 2], 1024", "full[i % 2], 512", "tx bytes -512|more arrivals|" + IN_FLIGHT,
@@ -217,10 +222,11 @@ MUTANTS = {
         "exited before TMA store had read",
     ),
     "no barrier after the wait for the store": (
-        "ptx::named_barrier_sync(1, 64);", "", BEING_READ,
+        "ptx::named_barrier_sync(1, 64);", "", f"{BEING_READ}|{UNORDERED}",
     ),
     "no barrier before the store": (
-        "ptx::named_barrier_sync(2, 64);", "", rf"thread \d+ has written, and {UNORDERED}",
+        "ptx::named_barrier_sync(2, 64);", "",
+        rf"thread \d+ has written, and {UNORDERED}|which nobody wrote",
     ),
     "a barrier of too many": (
         "sync(2, 64)", "sync(2, 96)", "named barrier 2, 64 of 96 threads have come",
@@ -258,7 +264,9 @@ MATRIX = """
 
 # Kernels of a few lines, and what they lead to with every seed.
 FAULTS = {
-    "a copy in flight at the exit": (LOADED, "cp.async.bulk is in flight at the exit of the block"),
+    "a copy in flight at the exit": (
+        LOADED, "cp.async.bulk is in flight at the exit of the block|exits, .* nobody waited for",
+    ),
     "bytes announced at the exit": (
         f"{ONE_BARRIER} if (t == 0) ptx::mbarrier_arrive_expect_tx(full[0], 16);",
         r"the block exits, and the mbarrier at \+3072 .* has phase 0, .* tx bytes 16",

@@ -78,6 +78,7 @@ MBarrier &find_barrier(uint32_t address, const char *instruction, Loc loc) {
 
 void complete_tx(MBarrier &barrier, uint32_t bytes) {
   barrier.tx -= bytes;
+  barrier.copied = barrier.phase + 1;
   end_if_complete(barrier);
 }
 
@@ -126,6 +127,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity, Loc loc) {
       fail(loc, "%s for phase %u of %s: the phase after it has ended too, before this thread looked", NAME, awaited,
            barrier.name().c_str());
   }
+  barrier.known = barrier.phase;
   machine.thread->warp->clock.join(barrier.released);
   tsan::acquire(barrier.phases.of(parity));
 }

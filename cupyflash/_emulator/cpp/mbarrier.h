@@ -28,6 +28,8 @@ struct MBarrier {
   int pending;          // arrivals that this phase still takes
   int64_t tx = 0;       // bytes announced and not landed; below 0 when more have landed
   uint32_t phase = 0;   // since it was made
+  uint32_t copied = 0;  // phases that copies arrived in, or that ended before
+  uint32_t known = 0;   // phases that somebody has waited for, or that ended before
   uint32_t ended;       // phases, as clocks count them
   bool fenced = false;  // the asynchronous proxy sees it
   Waiters waiters[2];

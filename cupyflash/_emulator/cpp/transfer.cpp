@@ -195,9 +195,13 @@ void leave_loads() {
     fail_for(load.thread, load.transfer.loc,
              format("%s is in flight at the exit of the block's last thread", load.transfer.name));
   }
-  for (const auto &[offset, barrier] : block.mbarriers.made)
+  for (const auto &[offset, barrier] : block.mbarriers.made) {
     if (barrier.tx)
       fail(barrier.made_at, "the block exits, and %s has %s", barrier.name().c_str(), barrier.counts().c_str());
+    if (barrier.copied > barrier.known)
+      fail(barrier.made_at, "the block exits, and copies arrived at %s in phase %u, which nobody waited for",
+           barrier.name().c_str(), barrier.copied - 1);
+  }
 }
 
 }  // namespace emu
