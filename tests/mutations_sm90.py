@@ -1,5 +1,8 @@
 """Faults to plant in attention_fwd_sm90 and what it is made of; see mutations.py."""
 
+from typing import Any
+
+import numpy as np
 from cases import Case, Modified
 from mutations import FALLING, WRONG, Mutation, case
 
@@ -15,11 +18,23 @@ RING, PANELS, GROUP, SOFTMAX, RESCORE, OUTPUT, FP8 = (
 )
 
 
+class Poisoned(Modified):
+    """A problem of packed sequences with NaN after the last one."""
+
+    def arrays(self) -> tuple[Any, Any, Any]:
+        q, k, v = super().arrays()
+        k.host[-self.tail :] = v.host[-self.tail :] = np.nan
+        return q, k, v
+
+
 def varlen(
-    *lengths: tuple[int, int], names: tuple[str, ...] = (), dtype: str = "float16"
+    *lengths: tuple[int, int],
+    names: tuple[str, ...] = (),
+    dtype: str = "float16",
+    kind: type[Modified] = Modified,
 ) -> Modified:
     """Return a problem of packed sequences, with rows after the last one."""
-    return Modified.varlen(lengths, 64, 64, dtype, heads_q=2, heads_k=1, tail=150, modifiers=names)
+    return kind.varlen(lengths, 64, 64, dtype, heads_q=2, heads_k=1, tail=150, modifiers=names)
 
 
 PROBLEMS = {
@@ -45,6 +60,7 @@ PROBLEMS = {
     "few slots": Case(270, 300, 64, 64, "float16", heads_q=3, heads_k=3, window_size=(43, 25)),
     "fp8": case(70, 600, 64, "float8_e4m3fn"),
     "packed": varlen((70, 90), (0, 3), (193, 40), (5, 9)),
+    "packed, NaN at the end": varlen((70, 90), (5, 9), kind=Poisoned),
     "ends of tiles": varlen((1, 1), (127, 127), (128, 128), (129, 129), (0, 0), (63, 63)),
     "many sequences": varlen(*((2, 3),) * 15, names=("alibi_batch", "bias_of_queries")),
     "fp8, packed": varlen((70, 90), (5, 200), dtype="float8_e4m3fn"),
@@ -379,7 +395,8 @@ MASKS = (
 )
 MODIFIERS = (
     Mutation("V beyond its sequence is not cleared", PRODUCER,
-        "      clear_rows(shared.v[slot], rows, BLOCK_K, ptx::lane());\n", "", "packed", WRONG),
+        "      clear_rows(shared.v[slot], rows, BLOCK_K, ptx::lane());\n", "",
+        "packed, NaN at the end", WRONG),
     Mutation("the proxy fence after V is cleared is left out", PRODUCER,
         "ptx::fence_proxy_async();  // wgmma reads through the asynchronous proxy\n", "\n",
         "packed", "no fence.proxy.async"),
@@ -411,9 +428,9 @@ MODIFIERS = (
     Mutation("rows of no sequence are zeros wherever bounds fall", CONSUMER,
         "if (some_taken && taken(at, row, row + 1)) continue;", "", "bounds that fall", WRONG),
     Mutation("tiles are those of the sequence before", PRODUCER,
-        "        tiles_begin = tiles_end;\n", "", "packed", WRONG),
+        "        tiles_begin = tiles_end;\n", "", "packed", "a store of 4 bytes at lse -"),
     Mutation("all tiles have the modifiers of one", PRODUCER,
-        "kept.modifiers[announced % TILES]", "kept.modifiers[0]", "many sequences", WRONG),
+        "kept.modifiers[announced % TILES]", "kept.modifiers[0]", "many sequences", NO_BARRIER),
     Mutation("neighbouring columns share a draw", CONSUMER,
         "s.column(n + odd, lane)", "s.column(n, lane)", "dropout", WRONG),
     Mutation("halves of a draw change places", CONSUMER,
