@@ -19,7 +19,7 @@ struct Softcap {
   // The derivative of cap tanh(score / cap) is 1 - tanh^2.
   DEVICE float differentiate(float &score, int, int) const {
     score = capped(score);
-    const float tanh = score * inverse;
+    const float tanh = 0.5f * (score * inverse);
     return 1.0f - tanh * tanh;
   }
 
