@@ -446,7 +446,7 @@ DEVICE bool find_place(const Params &p, Shared &shared) {
     Step step{place.head * (p.heads_q / p.heads_k) - 1, 0, 0};
     if (place.k_begin < place.k.length) advance(step, p, place);
     shared.steps[0] = step;
-    advance(step, p, place);
+    if (step.there()) advance(step, p, place);  // rows of no sequence have no mask to ask
     shared.steps[1] = step;
   }
   ptx::barrier();  // thread 0 has written what all read
