@@ -191,7 +191,7 @@ def test_a_framework_that_is_half_imported_is_no_obstacle(monkeypatch: Any) -> N
     class Half:
         __dlpack__ = __dlpack_device__ = None
 
-    assert adapter_of(Half(), "q").foreign
+    assert adapter_of(Half(), "q").elsewhere
 
 
 def test_threads_may_meet_a_type_at_once() -> None:
