@@ -74,11 +74,13 @@ def run(case: Case, given: Inputs, seed: int, zeroes: bool = True) -> Statistics
         {name: record(x) for name, x in arrays.items()}, arch=ARCH, **options
     )
     heads, rows = _backward_delta.stat_heads(problem), _backward_delta.stat_rows(problem)
+    # One more is that of the next block, which a grid without blocks leaves alone.
+    counters = heads * rows // _backward_delta.ADDED_ROWS + (heads * rows > 0)
     made = Statistics(
         np.empty((heads, rows), np.float32),
         np.empty((heads, rows), np.float32),
         np.empty((heads, rows, COLUMNS), np.float32),
-        np.empty((heads, rows // _backward_delta.ADDED_ROWS), np.uint32),
+        np.empty(counters, np.uint32),
     )
     entry = (None,) if problem.packed else ()
     with Memory(build.runtime()) as memory:
