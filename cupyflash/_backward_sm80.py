@@ -1,11 +1,11 @@
 """The host's side of cuda/kernels/attention_bwd_sm80.cu: what it takes, the steps of a call."""
 
-import dataclasses
 import struct
 
 from . import _backward_delta, _backward_dq, _backward_dsink, _modifiers, _unit
 from ._array import ITEMSIZES
-from ._backward_delta import ADDED_ROWS, stat_heads, stat_rows
+from ._backward_delta import stat_heads, stat_rows
+from ._backward_shared import Scratch, key_tiles, without_sink
 from ._forward import MAX_HEAD_DIM, refuse_dtype, refuse_lengths
 from ._launch import LOG2_E, Launch, Steps
 from ._problem import Operands, Problem
@@ -18,33 +18,10 @@ __all__ = ["DTYPES", "NAME", "config", "refusal", "steps"]
 NAME = "attention_bwd_sm80"
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
-ALIGNMENT = 256  # bytes, of the parts of the scratch
 # Params: the arrays, then lse_log2, delta, the sums of dq and the counters; 18 strides, 9 integers
 # and the scale, in units of log 2 and as it is; then those of policies.
 PARAMS = struct.Struct("<10Q18q9i2f4x")
 ARRAYS = ("q", "k", "v", "dout", "dk", "dv")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Where the parts of a call's scratch are, in bytes."""
-
-    lse_log2: int
-    delta: int
-    dq: int
-    added: int | None
-    size: int
-
-    @classmethod
-    def of(cls, problem: Problem, columns: int) -> "Scratch":
-        """Lay out the scratch of a problem whose sums of dQ have so many columns."""
-        rows = stat_heads(problem) * stat_rows(problem)
-        delta = _aligned(4 * rows)
-        dq = 2 * delta
-        added = dq + _aligned(4 * rows * columns)
-        if not problem.deterministic:
-            return cls(0, delta, dq, None, added)
-        return cls(0, delta, dq, added, added + _aligned(4 * (rows // ADDED_ROWS + 1)))
 
 
 def refusal(problem: Problem) -> str | None:
@@ -58,7 +35,7 @@ def refusal(problem: Problem) -> str | None:
     if "dbias" in problem.wanted:
         return "computes no gradient of `attn_bias`"
     blocks = max(
-        _blocks(problem, config(problem).block_k),
+        key_tiles(problem, config(problem).block_k),
         stat_heads(problem) * stat_rows(problem) // _backward_dq.BLOCK_Q,
     )
     if blocks > MAX_BLOCKS:
@@ -69,7 +46,7 @@ def refusal(problem: Problem) -> str | None:
 def config(problem: Problem) -> BackwardSm80:
     """Return the configuration that the unit of a problem is rendered from."""
     assert problem.arch is not None
-    policies = _modifiers.policies(_without_sink(problem))
+    policies = _modifiers.policies(without_sink(problem))
     return backward_sm80(
         problem.dtype,
         problem.head_dim,
@@ -120,7 +97,7 @@ def _launch(
 ) -> Launch:
     """Return the launch of the kernel itself."""
     arrays = (operands.q, operands.k, operands.v, backward.dout, backward.dk, backward.dv)
-    bare = _without_sink(problem), operands._replace(learnable_sink=None)
+    bare = without_sink(problem), operands._replace(learnable_sink=None)
     params = PARAMS.pack(
         *(array.pointer for array in arrays),
         *[0] * 4,
@@ -143,31 +120,13 @@ def _launch(
         unit=_unit.render(NAME, chosen),
         symbol=NAME,
         arch=f"sm_{problem.arch}",
-        grid=(_blocks(problem, chosen.block_k), 1, 1),
+        grid=(key_tiles(problem, chosen.block_k), 1, 1),
         block=(chosen.threads, 1, 1),
         shared_bytes=chosen.smem_bytes,
         params=params + _modifiers.pack(*bare),
         places=(*places, *_modifiers.places(*bare, PARAMS.size)),
         scratch=tuple((8 * (len(ARRAYS) + i), at) for i, at in enumerate(parts) if at is not None),
     )
-
-
-def _without_sink(problem: Problem) -> Problem:
-    """Return the problem of the kernel itself: a sink is in the LSE."""
-    return dataclasses.replace(
-        problem,
-        modifiers=tuple(name for name in problem.modifiers if name != "learnable_sink"),
-        dtypes=tuple(pair for pair in problem.dtypes if pair[0] != "learnable_sink"),
-    )
-
-
-def _blocks(problem: Problem, block_k: int) -> int:
-    """Return how many tiles of so many rows dK has, at most where sequences are packed."""
-    if problem.packed:  # each sequence may begin a tile, so may the rows before and after them
-        return (
-            (problem.len_k // block_k + problem.batch + 2) * problem.heads_k if problem.len_k else 0
-        )
-    return -(-problem.len_k // block_k) * problem.batch * problem.heads_k
 
 
 def _group(problem: Problem) -> int:
@@ -179,7 +138,3 @@ def _group(problem: Problem) -> int:
         ITEMSIZES[problem.dtype],
         problem.batch * problem.heads_k,
     )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

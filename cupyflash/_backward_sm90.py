@@ -8,14 +8,15 @@ import struct
 from dataclasses import dataclass
 
 from . import _backward_delta, _unit
-from ._array import ITEMSIZES
 from ._backward_delta import STAT_ROWS, stat_heads, stat_rows
-from ._forward import MAX_HEAD_DIM, refuse_dtype, refuse_lengths
+from ._backward_shared import Scratch, key_tiles, without_sink
+from ._forward import refuse_dtype, refuse_lengths
 from ._launch import LOG2_E, Launch, Steps
-from ._modifiers import SIZES, Policies, pack, pack_sequences, places, policies
+from ._modifiers import SIZES, pack, pack_sequences, places, policies
 from ._problem import Operands, Problem
 from ._problem_backward import Backward
-from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
+from ._sm90 import padded, refuse_dims, refuse_strides, tensor_maps
+from ._tensor_map import BYTES
 
 __all__ = ["DTYPES", "NAME", "config", "refusal", "steps"]
 
@@ -24,7 +25,6 @@ WIDE = "attention_bwd_wide_sm90"  # its form for the widest head dims
 CONVERT = "attention_bwd_dq_sm90"
 TYPES = {"float16": "Float16", "bfloat16": "Bfloat16"}
 DTYPES: tuple[str, ...] = tuple(TYPES)
-UNIT = 16  # bytes: of addresses, strides and rows
 CLASSES = (64, 128, 256)  # of head dims; what is less is zeros that TMA reads outside the arrays
 MODIFIERS = ("softcap", "alibi_slopes", "attn_bias", "dropout_p")  # that act on scores by pairs
 SMALL_MASK = 16  # bytes of a mask that registers hold
@@ -35,11 +35,10 @@ PARAMS = struct.Struct("<5Q6q10i2f")
 MAPS = ("q", "dout", "k", "v", "dk", "dv")
 OFFSET = len(MAPS) * BYTES
 POLICIES_OFFSET = OFFSET + PARAMS.size
-POINTERS = ("dk", "dv", "lse_log2", "delta", "dq")  # the last three are in the scratch
-ALIGNMENT = 64  # bytes, of a tensor map
+POINTERS = ("dk", "dv")  # whose addresses come first
+SCRATCH = ("lse_log2", "delta", "dq")  # and those that follow
 ROWS_STORED = 64  # of a copy of dk and dv
 L2_BYTES = 32 << 20  # what blocks under way may share
-SWIZZLE = 128  # bytes: the span, and a row of a box
 CONVERT_PARAMS = struct.Struct("<2Q3q5if")
 
 
@@ -88,21 +87,12 @@ def refusal(problem: Problem) -> str | None:
     """Return why the kernel does not take a problem, as the rest of a sentence, or None."""
     return (
         refuse_dtype(problem, DTYPES)
-        or _refuse_dims(problem)
+        or refuse_dims(problem)
         or _refuse_modifiers(problem)
         or _refuse_memory(problem)
         or refuse_lengths(problem)
         or _refuse_blocks(problem)
     )
-
-
-def _refuse_dims(problem: Problem) -> str | None:
-    step = UNIT // ITEMSIZES[problem.dtype]
-    for name in ("head_dim", "head_dim_v"):
-        dim = getattr(problem, name)
-        if not 1 <= dim <= MAX_HEAD_DIM or dim % step:
-            return f"needs {name} from {step} to {MAX_HEAD_DIM} in steps of {step}, got {dim}"
-    return None
 
 
 def _refuse_modifiers(problem: Problem) -> str | None:
@@ -126,27 +116,13 @@ def _refuse_memory(problem: Problem) -> str | None:
         return "needs queries, got none"
     if problem.len_k == 0:
         return "needs keys, got len_k 0"
-    if problem.width < UNIT:
-        return (
-            f"needs addresses and strides that are multiples of {UNIT} bytes, "
-            f"q, k, v, out and dout have multiples of {problem.width}"
-        )
-    if problem.odd_stride is not None:
-        return f"needs strides from {UNIT} to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
-    return None
+    return refuse_strides(problem, "q, k, v, out and dout")
 
 
 def _refuse_blocks(problem: Problem) -> str | None:
-    if (count := _blocks(problem, config(problem))) > MAX_BLOCKS:
+    if (count := key_tiles(problem, config(problem).block_k)) > MAX_BLOCKS:
         return f"launches at most {MAX_BLOCKS} blocks, this needs {count}"
     return None
-
-
-def _blocks(problem: Problem, chosen: BackwardSm90) -> int:
-    """Return how many blocks of keys there are, at most where sequences are packed."""
-    if problem.packed:  # each sequence may begin a block, so may the rows before and after them
-        return (problem.len_k // chosen.block_k + problem.batch + 2) * problem.heads_k
-    return -(-problem.len_k // chosen.block_k) * problem.batch * problem.heads_k
 
 
 def _heads_per_group(problem: Problem) -> int:
@@ -157,12 +133,13 @@ def _heads_per_group(problem: Problem) -> int:
     per_query = problem.heads_q // problem.heads_k * (8 * problem.head_dim)
     per_key = 4 * problem.head_dim
     size = problem.len_q * per_query + problem.len_k * per_key
-    return max(1, L2_BYTES // max(size, 1))
+    there = problem.heads_k * (1 if problem.packed else problem.batch)
+    return min(max(1, L2_BYTES // size), there)
 
 
 def config(problem: Problem) -> BackwardSm90:
     """Return the configuration that the unit of a problem is rendered from."""
-    chosen = policies(problem)
+    chosen = policies(without_sink(problem))
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(size for size in CLASSES if size >= widest)
     return BackwardSm90(
@@ -174,13 +151,9 @@ def config(problem: Problem) -> BackwardSm90:
         sequences=chosen.sequences,
         head_dim=head_dim,
         block_q=128 if head_dim == 64 else 64,
-        params_bytes=_params_bytes(chosen),
+        params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes),
         smem_bytes=_shared_bytes(head_dim),
     )
-
-
-def _params_bytes(chosen: Policies) -> int:
-    return -(-(POLICIES_OFFSET + chosen.params_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def _shared_bytes(head_dim: int) -> int:
@@ -194,21 +167,20 @@ def _shared_bytes(head_dim: int) -> int:
 def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     """Return the steps of a problem."""
     chosen = config(problem)
-    heads, rows = stat_heads(problem), stat_rows(problem)
-    numbers = 4 * heads * rows  # bytes of one number of each row, whole 512
-    lse_log2, delta, dq = 0, numbers, 2 * numbers
+    scratch = Scratch.of(problem, chosen.head_dim)
     first = _backward_delta.launch(
         problem,
         operands,
         backward,
-        lse_log2=lse_log2,
-        delta=delta,
-        dq=dq,
+        lse_log2=scratch.lse_log2,
+        delta=scratch.delta,
+        dq=scratch.dq,
         dq_columns=chosen.head_dim,
     )
-    main = _main(problem, operands, backward, chosen, (lse_log2, delta, dq))
-    last = _convert(problem, operands, backward, chosen, dq)
-    return Steps((2 + chosen.head_dim) * numbers, (first, main, last))
+    bare = operands._replace(learnable_sink=None)
+    main = _main(without_sink(problem), bare, backward, chosen, scratch)
+    last = _convert(problem, operands, backward, chosen, scratch.dq)
+    return Steps(scratch.size, (first, main, last))
 
 
 def _main(
@@ -216,7 +188,7 @@ def _main(
     operands: Operands,
     backward: Backward,
     chosen: BackwardSm90,
-    scratch: tuple[int, int, int],
+    scratch: Scratch,
 ) -> Launch:
     symbol = WIDE if chosen.head_dim > 128 else NAME
     params = (
@@ -224,7 +196,7 @@ def _main(
         + PARAMS.pack(
             backward.dk.pointer,
             backward.dv.pointer,
-            *[0] * len(scratch),
+            *[0] * len(SCRATCH),
             *backward.dk.strides[:3],
             *backward.dv.strides[:3],
             problem.batch,
@@ -242,32 +214,24 @@ def _main(
         )
         + pack(problem, operands)
     )
-    maps = _maps(operands, backward, chosen)
+    arrays = (operands.q, backward.dout, operands.k, operands.v, backward.dk, backward.dv)
+    rows = (*[chosen.block_q] * 2, *[chosen.block_k] * 2, *[ROWS_STORED] * 2)
     named = [(name, BYTES * n) for n, name in enumerate(MAPS)]
-    named += [(name, OFFSET + 8 * n) for n, name in enumerate(POINTERS[:2])]
+    named += [(name, OFFSET + 8 * n) for n, name in enumerate(POINTERS)]
     return Launch(
         unit=_unit.render(symbol, chosen),
         symbol=symbol,
         arch=f"sm_{problem.arch}a",  # "a": with the instructions that no other architecture has
-        grid=(_blocks(problem, chosen), 1, 1),
+        grid=(key_tiles(problem, chosen.block_k), 1, 1),
         block=(chosen.threads, 1, 1),
         shared_bytes=chosen.smem_bytes,
         params=params.ljust(chosen.params_bytes, b"\0"),
-        maps=maps,
+        maps=tensor_maps(arrays, rows),
         places=(*named, *places(problem, operands, POLICIES_OFFSET)),
-        scratch=tuple((OFFSET + 8 * (2 + n), at) for n, at in enumerate(scratch)),
-    )
-
-
-def _maps(
-    operands: Operands, backward: Backward, chosen: BackwardSm90
-) -> tuple[tuple[int, TensorMap], ...]:
-    """Return the tensor maps in the order of `MAPS`: columns, rows, heads, batch."""
-    arrays = (operands.q, backward.dout, operands.k, operands.v, backward.dk, backward.dv)
-    rows = (*[chosen.block_q] * 2, *[chosen.block_k] * 2, *[ROWS_STORED] * 2)
-    return tuple(
-        (n * BYTES, of(x, (3, 1, 2, 0), (SWIZZLE // ITEMSIZES[x.dtype], rows[n], 1, 1), SWIZZLE))
-        for n, x in enumerate(arrays)
+        scratch=tuple(
+            (OFFSET + 8 * (len(POINTERS) + n), getattr(scratch, name))
+            for n, name in enumerate(SCRATCH)
+        ),
     )
 
 

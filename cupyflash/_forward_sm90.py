@@ -3,18 +3,18 @@
 import struct
 
 from . import _unit
-from ._array import ITEMSIZES, Array
+from ._array import Array
 from ._forward import (
-    MAX_HEAD_DIM,
     heads_per_group,
     refuse_dtype,
     refuse_lengths,
     tiles,
 )
 from ._launch import LOG2_E, MAPS_BYTES, OUTPUTS, Launch
-from ._modifiers import Policies, pack, places, policies
+from ._modifiers import pack, places, policies
 from ._problem import Operands, Problem
-from ._tensor_map import BYTES, MAX_STRIDE, TensorMap, of
+from ._sm90 import padded, refuse_dims, refuse_strides, tensor_maps
+from ._tensor_map import TensorMap
 from ._tuning_sm90 import (
     HEAD_DIMS,
     SHORT,
@@ -29,7 +29,6 @@ __all__ = ["DTYPES", "NAME", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm90"
 DTYPES: tuple[str, ...] = tuple(TYPES)
-UNIT = 16  # bytes: of addresses, strides and rows
 ROOMY_DIM = 128  # up to here registers leave room for several modifiers where lengths vary
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
@@ -38,10 +37,8 @@ MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 # own, and padding to the alignment of a map.
 REST = struct.Struct("<3qQ2qQ2qQ2q7if")
 POLICIES_OFFSET = MAPS_BYTES + OUTPUTS.size + REST.size
-ALIGNMENT = 64  # bytes, of a tensor map
 
 ROWS_Q, ROWS_OUT = 64, 16  # of a copy: what a consumer multiplies, what one of its warps stores
-SWIZZLE = 128  # bytes: the span, and a row of a box
 
 
 def refusal(problem: Problem) -> str | None:
@@ -57,11 +54,8 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _refuse_dims(problem: Problem) -> str | None:
-    step = UNIT // ITEMSIZES[problem.dtype]
-    for name in ("head_dim", "head_dim_v"):
-        dim = getattr(problem, name)
-        if not 1 <= dim <= MAX_HEAD_DIM or dim % step:
-            return f"needs {name} from {step} to {MAX_HEAD_DIM} in steps of {step}, got {dim}"
+    if reason := refuse_dims(problem):
+        return reason
     if head_dim_classes(problem.dtype, problem.head_dim, problem.head_dim_v) is None:
         return (
             f"needs head_dim and head_dim_v of one class ({', '.join(map(str, HEAD_DIMS))}), "
@@ -89,24 +83,13 @@ def _refuse_memory(problem: Problem) -> str | None:
         return None
     if problem.len_k == 0:
         return "needs keys, got len_k 0"
-    if problem.width < UNIT:
-        return (
-            f"needs addresses and strides that are multiples of {UNIT} bytes, "
-            f"q, k, v and out have multiples of {problem.width}"
-        )
-    if problem.odd_stride is not None:
-        return f"needs strides from {UNIT} to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
-    return None
+    return refuse_strides(problem, "q, k, v and out")
 
 
 def _refuse_tiles(problem: Problem) -> str | None:
     if (count := tiles(problem, config(problem).block_q)) > MAX_TILES:
         return f"computes at most {MAX_TILES} tiles, this needs {count}"
     return None
-
-
-def _params_bytes(chosen: Policies) -> int:
-    return -(-(POLICIES_OFFSET + chosen.params_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def config(problem: Problem) -> ForwardSm90:
@@ -118,7 +101,7 @@ def config(problem: Problem) -> ForwardSm90:
         problem.head_dim_v,
         policies=chosen,
         short=problem.band.bounded and max(problem.len_q, problem.len_k) <= SHORT,
-        params_bytes=_params_bytes(chosen),
+        params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes),
     )
 
 
@@ -144,7 +127,7 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
     """Return the bytes of Params, with room for the tensor maps; tiles are taken in turn."""
     chosen = policies(problem)
     if problem.empty:
-        return bytes(_params_bytes(chosen))  # no block reads them
+        return bytes(padded(POLICIES_OFFSET + chosen.params_bytes))  # no block reads them
     # Tiles of one length need no order.
     group = heads_per_group(problem) if problem.band.bounded or problem.packed else 1
     params = (
@@ -166,7 +149,7 @@ def _pack(problem: Problem, operands: Operands, lse: int) -> bytes:
         )
         + pack(problem, operands)
     )
-    return params.ljust(_params_bytes(chosen), b"\0")
+    return params.ljust(padded(POLICIES_OFFSET + chosen.params_bytes), b"\0")
 
 
 def _descale(x: Array | None) -> tuple[int, int, int]:
@@ -175,11 +158,7 @@ def _descale(x: Array | None) -> tuple[int, int, int]:
 
 
 def _maps(problem: Problem, operands: Operands, block_k: int) -> tuple[tuple[int, TensorMap], ...]:
-    """Return the tensor maps of q, k, v and out: columns, rows, heads, batch."""
+    """Return the tensor maps of q, k, v and out."""
     if problem.empty:
         return ()
-    rows = (ROWS_Q, block_k, block_k, ROWS_OUT)
-    return tuple(
-        (n * BYTES, of(x, (3, 1, 2, 0), (SWIZZLE // ITEMSIZES[x.dtype], rows[n], 1, 1), SWIZZLE))
-        for n, x in enumerate(operands[:4])
-    )
+    return tensor_maps(operands[:4], (ROWS_Q, block_k, block_k, ROWS_OUT))

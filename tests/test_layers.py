@@ -23,6 +23,7 @@ FLOORS = (
         "_unit", "_tuning", "_tuning_sm90", "_forward", "_forward_sm80", "_forward_sm90", "_cpu",
         "_cpu_backward", "_modifiers", "_online", "_sequences", "_tile_gradients", "_tiles",
         "_backward_delta", "_backward_dq", "_backward_dsink", "_backward_sm80", "_backward_sm90",
+        "_backward_shared", "_sm90",
         "_tuning_bwd",
     },
     {"_kernels", "_emulator"},
