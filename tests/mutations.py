@@ -267,7 +267,7 @@ MASKS = (
     Mutation("a query sees one key too few", BAND,
         "k <= q + upper); }", "k < q + upper); }", "causal", WRONG),
     Mutation("a window is one key too wide on the left", BAND,
-        "k >= q + lower) &&", "k >= q + lower - 1) &&", "window", WRONG),
+        "k >= q + lower) &", "k >= q + lower - 1) &", "window", WRONG),
     Mutation("a block with one hidden pair counts as whole", BAND,
         "k_end - 1 <= q + upper);", "k_end - 2 <= q + upper);",
         "causal, a corner beyond a block", WRONG),

@@ -69,6 +69,7 @@ PROBLEMS = {
         250, 200, 64, 64, "float16", batch=3, heads_q=2, heads_k=1, modifiers=("used_q", "used_k")
     ),
     "dropout": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("dropout",)),
+    "mask": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("mask",)),
     "sink": Modified(
         200, 130, 64, 64, "float16", heads_q=2, heads_k=2, causal=True, modifiers=("sink",)
     ),
@@ -380,9 +381,13 @@ MASKS = (
     Mutation("a block past the last key counts as whole", CONSUMER,
         "key + BLOCK_K <= len_k(p, at) && mask.whole", "mask.whole", "full", WRONG),
     Mutation("keys past the last are not hidden", CONSUMER,
-        "key + s.column(c, lane) >= len_k(p, at) || (SMALL", "(SMALL", "full", WRONG),
+        "end[r] = seen.end - column;", "end[r] = BLOCK_K;", "full", WRONG),
+    Mutation("keys past the last are hidden by bounded masks only", CONSUMER,
+        "score = column + c < len_k(p, at) ? score : -INFINITE;", "", "mask", WRONG),
+    Mutation("a window has no lower bound", CONSUMER,
+        "seen.begin > 0 ? seen.begin - column : 0;", "0;", "window", WRONG),
     Mutation("the mask is that of the rows of the first warp", CONSUMER,
-        "mask.keep(row + warp * 16 +", "mask.keep(row +", "causal", WRONG),
+        "q = row + warp * 16, column", "q = row, column", "causal", WRONG),
     Mutation("the first block of a tile is not masked", CONSUMER,
         "if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);", "",
         "causal", WRONG),

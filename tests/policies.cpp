@@ -45,6 +45,7 @@ void blocks(const Mask &mask, int len_q, int len_k, int block, int *answers) {
 #define MASK(NAME, ...)                                                                                               \
   static_assert(MaskPolicy<__VA_ARGS__>);                                                                             \
   EXPORT size_t NAME##_bytes() { return sizeof(__VA_ARGS__); }                                                        \
+  EXPORT unsigned NAME##_intervals() { return __VA_ARGS__::INTERVALS; }                                               \
   EXPORT size_t NAME##_params() { return sizeof(__VA_ARGS__::Params); }                                               \
   EXPORT void NAME##_keep(const void *params, int batch, int head, int len_q, int len_k, int q, int k, int rows,      \
                           int columns, bool *kept) {                                                                  \

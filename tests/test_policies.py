@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from ctypes import c_uint
 from typing import Any
 
 import ml_dtypes
@@ -91,6 +92,10 @@ def assert_answers(
     lengths = dense.shape
     kept = library.keep(name, params, lengths, entry=(batch, 0))
     np.testing.assert_array_equal(kept, dense, err_msg=f"keep of {name}, {lengths}")
+    if 0 not in lengths and library.call(f"{name}_intervals", result=c_uint):
+        begin, end = library.blocks(name, params, lengths, 1, batch)[:, 0, :2].T[..., None]
+        seen = (np.arange(lengths[1]) >= begin) & (np.arange(lengths[1]) < end)
+        np.testing.assert_array_equal(seen, dense, err_msg=f"intervals of {name}, {lengths}")
     for block in BLOCKS:
         answers = library.blocks(name, params, lengths, block, batch)
         for i, j in np.ndindex(answers.shape[:2]):

@@ -4,6 +4,8 @@
 
 template <class First, class... Others>
 struct All {
+  static constexpr bool INTERVALS = First::INTERVALS && All<Others...>::INTERVALS;
+
   struct Params {
     First::Params first;
     All<Others...>::Params others;

@@ -6,6 +6,8 @@
 
 template <bool HAS_LEFT, bool HAS_RIGHT>
 struct Band {
+  static constexpr bool INTERVALS = true;
+
   struct alignas(8) Params {
     int left, right;   // inclusive; may be negative
     int bottom_right;  // 1: d = len_k - len_q, 0: d = 0
@@ -37,7 +39,7 @@ struct Band {
     return (!HAS_LEFT || k >= q_end - 1 + lower) && (!HAS_RIGHT || k_end - 1 <= q + upper);
   }
 
-  DEVICE bool keep(int q, int k) const { return (!HAS_LEFT || k >= q + lower) && (!HAS_RIGHT || k <= q + upper); }
+  DEVICE bool keep(int q, int k) const { return (!HAS_LEFT || k >= q + lower) & (!HAS_RIGHT || k <= q + upper); }
 
  private:
   // A shift beyond [-len_q, len_k] hides or shows the same keys as the nearest one within, and sums with it cannot

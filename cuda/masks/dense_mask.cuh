@@ -4,6 +4,7 @@
 #include "tile/pairs.cuh"
 
 struct DenseMask {
+  static constexpr bool INTERVALS = false;
   using Params = Pairs<unsigned char>::Params;
 
   Pairs<unsigned char> kept;

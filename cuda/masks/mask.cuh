@@ -16,4 +16,5 @@ concept MaskPolicy = requires(const Mask &mask, int i) {
   Range(mask.queries(i, i));     // queries(k, k_end): the transpose
   bool(mask.whole(i, i, i, i));  // whole(q, q_end, k, k_end): every pair of the block is kept
   bool(mask.keep(i, i));         // keep(q, k): this pair is kept
+  bool(Mask::INTERVALS);         // a query sees every key of keys(q, q + 1): no pair needs to be asked about
 };

@@ -5,6 +5,8 @@
 #include "tile/integers.cuh"
 
 struct PrefixLM {
+  static constexpr bool INTERVALS = true;
+
   struct Params {
     Integers prefix;   // [batch]
     int bottom_right;  // 1: d = len_k - len_q, 0: d = 0
@@ -31,5 +33,5 @@ struct PrefixLM {
   }
 
   DEVICE bool whole(int q, int, int, int k_end) const { return keep(q, k_end - 1); }
-  DEVICE bool keep(int q, int k) const { return k < prefix || k <= q + diagonal; }
+  DEVICE bool keep(int q, int k) const { return (k < prefix) | (k <= q + diagonal); }
 };

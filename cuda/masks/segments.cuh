@@ -25,6 +25,7 @@ struct IdOf<8> {
 
 template <int BYTES>
 struct Segments {
+  static constexpr bool INTERVALS = false;
   using Id = IdOf<BYTES>::Type;
 
   struct Params {

@@ -101,18 +101,25 @@ struct Consumer {
   // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
   DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
     const u32 lane = ptx::lane();
-    const auto hidden = [&](int r, int c) {
-      return !mask.keep(row + warp * 16 + s.row(r, lane), key + s.column(c, lane));
-    };
-    if constexpr (!SMALL_MASK) {
+    const int q = row + warp * 16, column = key + s.column(0, lane);
+    if constexpr (Mask::INTERVALS) {
+      int begin[2], end[2];  // of the columns that a row sees, counted from this lane's first
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Range seen = mask.keys(q + s.row(r, lane), q + s.row(r, lane) + 1);
+        begin[r] = seen.begin > 0 ? seen.begin - column : 0;  // a mask without a lower bound: nothing to compare
+        end[r] = seen.end - column;
+      }
+      s.each([&](float &score, int r, int c) { score = (c >= begin[r]) & (c < end[r]) ? score : -INFINITE; });
+    } else {
 #pragma unroll
       for (int first = 0; first < BLOCK_K; first += COLUMNS)  // see modify
         if (key + first < len_k(p, at))
-          s.each([&](float &score, int r, int c) { score = hidden(r, c) ? -INFINITE : score; }, first, COLUMNS);
+          s.each([&](float &score, int r,
+                     int c) { score = mask.keep(q + s.row(r, lane), column + c) ? score : -INFINITE; },
+                 first, COLUMNS);
+      s.each([&](float &score, int, int c) { score = column + c < len_k(p, at) ? score : -INFINITE; });
     }
-    s.each([&](float &score, int r, int c) {
-      if (key + s.column(c, lane) >= len_k(p, at) || (SMALL_MASK && hidden(r, c))) score = -INFINITE;
-    });
   }
 
   // Weights are 2^(c (S - m)). A scale that is not positive is applied to the scores themselves, and c is 1; one of
