@@ -126,6 +126,19 @@ def test_candidates_of_the_hopper_kernel_fit_and_use_what_there_is(dims: tuple[i
         assert (block_k, consumers, q_buffers, k_stages, v_stages + 1) not in tiles
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_candidates_of_8_bits_hold_the_product_beside_o(dim: int) -> None:
+    """Where O is promoted: the present tiles are within what is tried, and take turns or not."""
+    case = Case("e4m3", 2, 8192, 8192, 2048 // dim, 2048 // dim, dim, dim, "causal")
+    base, *others = candidates.sm90(_kernels.FORWARD_SM90, case, 90)
+    assert {config.promoted for config in others} == {base.promoted}
+    assert {config.turns for config in (base, *others)} == {False, True}
+    assert base.block_k in {config.block_k for config in others}
+    assert max(config.block_k for config in others) <= (
+        128 if base.promoted and dim == 128 else 160
+    )
+
+
 def test_another_configuration_of_the_hopper_kernel_is_launched() -> None:
     case = Case("bf16", 1, 256, 256, 1, 1, 128, 128)
     kernel = _kernels.FORWARD_SM90

@@ -50,8 +50,9 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         return dataclasses.replace(config, smem_bytes=size)
 
     def fits(config: Config) -> bool:
-        # Scores, their packed weights and O of one row of 64, in the registers of a consumer.
-        taken = config.block_k // 2 + config.block_k // 4 + config.head_dim_v // 2
+        # Scores, their packed weights and O, twice where it is promoted, of a consumer's threads.
+        packed = config.block_k * ITEMSIZES[dtype] // 8
+        taken = config.block_k // 2 + packed + config.head_dim_v // 2 * (1 + config.promoted)
         return (
             config.smem_bytes <= _tuning.shared_limit(arch)
             and taken + WORKING <= CONSUMER_REGISTERS[config.consumers]
@@ -70,6 +71,7 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         "k_stages": range(2, MAX_STAGES + 1),
         "v_stages": range(2, MAX_STAGES + 1),
         "q_buffers": (1, 2),
+        "turns": (False, True) if ITEMSIZES[dtype] == 1 else (False,),
     }
     assert kernel.config is not None
     base, *others = variants(kernel.config(case.request(arch).problem), choices, complete)
