@@ -1035,6 +1035,22 @@ def test_all_that_a_suite_needs_is_compiled_before_it_starts(monkeypatch) -> Non
 
 
 @pytest.mark.frameworks
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_backward_passes_of_the_cpu_are_timed_beside_a_peer(dtype: str) -> None:
+    pytest.importorskip("torch")
+    case = Case(dtype, 1, 96, 96, 2, 2, 32, 32, "causal")
+    group = run.Group((case,), (peers.PEERS["sdpa"],), "cpu", backward=True)
+    own, sdpa = measured(group)
+    assert (own["pass"], own["kernel"], sdpa["impl"]) == ("bwd", "cpu", "sdpa")
+    for row in (own, sdpa):
+        assert "error" not in row
+        assert 0 < row["max_error"] < 0.1
+        assert row["call_us"] > 0
+    groups = suites.suites()["cpu"]
+    assert [group.backward for group in groups] == [False, True]
+
+
+@pytest.mark.frameworks
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_gradients_are_held_against_fp64(mask: str) -> None:
     pytest.importorskip("torch")

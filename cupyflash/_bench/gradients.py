@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
+import ml_dtypes
 
 from .. import _attention
 from .._gradients import attention_backward
-from .case import Case
+from .case import DTYPES, Case
 from .runner import Arrays, Runner, first, kernel_name, normal_torch, torch_arrays, torch_clock
 
 FLOPS = 2.5  # of a forward pass: five products where that has two
@@ -70,14 +70,19 @@ def of_peer(
 ) -> Runner:
     """Build a peer's backward call from its forward one."""
     torch: Any = importlib.import_module("torch")
-    side = side_stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side), torch_arrays.differentiable() as leaves:
+
+    def side() -> Any:
+        """Enter the stream of the forward pass, where there are streams."""
+        return torch.cuda.stream(side_stream()) if device == "cuda" else contextlib.nullcontext()
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with side(), torch_arrays.differentiable() as leaves:
         forward = build(case, arrays, device)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        with torch.cuda.stream(side), forward.context():
+        with side(), forward.context():
             yield
 
     with context():
@@ -143,7 +148,7 @@ class GradientTruth:
         """Each gradient: its name, what it should be, and how far off it may be."""
         torch: Any = importlib.import_module("torch")
         tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
-        unit = float(np.finfo(np.float32).eps) * 2 ** (23 - MANTISSA[self.case.dtype]) / 2
+        unit = float(ml_dtypes.finfo(DTYPES[self.case.dtype]).eps) / 2
         try:
             exact, plain = (self.computed(rounded=rounded) for rounded in (False, True))
         finally:
@@ -168,6 +173,3 @@ class GradientTruth:
             if not error <= bound and not wrong:
                 wrong = f"wrong: {name} is off by {error:.3g}, more than {bound:.3g}"
         return max(errors), wrong
-
-
-MANTISSA = {"bf16": 7, "fp16": 10}  # bits that are stored

@@ -92,8 +92,7 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     """Check and time one case with cupyflash and every peer of the group."""
     arrays = case.shared_inputs()
     entries = entries_of(case, group)
-    truth = gradients.GradientTruth if group.backward else Truth
-    truths = {entry.case: truth(entry.case, arrays) for entry in entries}
+    truths = {entry.case: truth_of(entry.case, arrays, group) for entry in entries}
     for entry in entries:
         attempt(entry, functools.partial(start, entry, arrays, group.device, truths[entry.case]))
     if group.device == "cuda":
@@ -103,6 +102,13 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
         for entry in entries[shift:] + entries[:shift]:
             attempt(entry, functools.partial(time_once, entry, effort.budget_s))
     return [row_of(case, entry, group.backward) for entry in entries]
+
+
+def truth_of(case: Case, arrays: Arrays, group: Group) -> Truth | gradients.GradientTruth:
+    """Return what results of a case are held against."""
+    if group.backward:
+        return gradients.GradientTruth(case, arrays, group.device)
+    return Truth(case, arrays)
 
 
 def entries_of(case: Case, group: Group) -> list[Entry]:
@@ -122,7 +128,8 @@ def entries_of(case: Case, group: Group) -> list[Entry]:
 
 def backward_entries(case: Case, group: Group) -> list[Entry]:
     """Return everyone whose backward pass is timed on a case."""
-    gradients.release()
+    if group.device == "cuda":
+        gradients.release()
     own = functools.partial(gradients.own, kernel=group.kernel)
     others = [
         Entry(peer.name, case, functools.partial(gradients.of_peer, peer.runner))

@@ -191,7 +191,7 @@ def suites() -> dict[str, tuple[Group, ...]]:
             ),
         ),
         # The path without a GPU.
-        "cpu": (
+        "cpu": tuple(
             Group(
                 tuple(
                     square(dtype, 1, 2048, 8, 64, mask)
@@ -200,6 +200,8 @@ def suites() -> dict[str, tuple[Group, ...]]:
                 ),
                 (PEERS["sdpa"],),
                 device="cpu",
-            ),
+                backward=gradients,
+            )
+            for gradients in (False, True)
         ),
     }
