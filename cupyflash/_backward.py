@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from . import _jit
 from ._array import HOST, Adapter, Array, adapter_of, contiguous_strides, device_guard, host
+from ._array.torch_arrays import Dynamo
 from ._facts import (
     NONE,
     SCALARS,
@@ -178,6 +179,7 @@ def _elsewhere(adapter: Adapter, request: Request) -> Gradients:
 
 def _cold(adapter: Adapter, request: Request, key: Any) -> Gradients:
     """Check a call, choose its kernel, and run it; keep the plan under the key, if there is one."""
+    Dynamo.hide()
     records: dict[str, Array] = {}
     for name, x in request.arrays.items():
         if name != "rng_state":

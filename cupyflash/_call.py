@@ -1,6 +1,5 @@
 """One forward call: facts that were seen before replay a plan, others are checked and planned."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -117,8 +116,6 @@ def call(
     -------
     out, or (out, lse); or NotImplemented where PyTorch has to make the call its own: `_torch` does.
     """
-    if not Dynamo.hidden and "torch._dynamo" in sys.modules:
-        Dynamo.hide()
     adapter = adapter_of(q, "q")
     if type(return_lse) is not bool:
         return_lse = flag("return_lse", return_lse)
@@ -209,6 +206,8 @@ def _replay(
 def _elsewhere(adapter: Adapter, request: Request) -> Any:
     """Hand a call over to JAX, or compute it through the records of an unknown library's arrays."""
     q, k, v, out, return_lse, scalars, extras, masks = request
+    if adapter.framework == "torch":
+        return NotImplemented
     if adapter.framework == "jax":
         from . import _jax
 
@@ -228,6 +227,7 @@ def _elsewhere(adapter: Adapter, request: Request) -> Any:
 
 def _cold(adapter: Adapter, request: Request, key: Any) -> Any:
     """Check a call, choose its kernel, and run it; keep the plan under the key, if there is one."""
+    Dynamo.hide()
     arrays: dict[str, Array] = {}
     for name, x in request.arrays().items():
         if _is_number(name, x):

@@ -40,7 +40,8 @@ def strides_like(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     last = len(shape) - 1
     # Outermost first: a size of 1 may stand anywhere, so it goes there.
-    order = sorted(range(last), key=lambda axis: (array.shape[axis] > 1, -array.strides[axis]))
+    many = [bool(size > 1) for size in array.shape]  # sizes may be symbols of PyTorch's
+    order = sorted(range(last), key=lambda axis: (many[axis], -array.strides[axis]))
     packed = contiguous_strides((*(array.shape[axis] for axis in order), array.shape[last]))
     dense = all(
         array.shape[axis] == 1 or array.strides[axis] == packed[place]

@@ -12,7 +12,7 @@ from kits import params as kits
 import cupyflash
 from cupyflash import InvalidArgument, InvalidType
 from cupyflash._array import adapter_of
-from cupyflash.masks import All, Mask, PrefixLM, Segments
+from cupyflash.masks import All, Mask, Segments
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -72,11 +72,7 @@ def test_subclasses_are_refused() -> None:
     class Special(torch.Tensor):
         pass
 
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        fake = torch.empty(SHAPE)
-    for x in [tensor().as_subclass(Special), fake, torch.nn.parameter.UninitializedParameter()]:
+    for x in [tensor().as_subclass(Special), torch.nn.parameter.UninitializedParameter()]:
         with pytest.raises(InvalidType, match=r"`q` is a .*, a subclass of torch\.Tensor"):
             attend(x)
 
@@ -159,21 +155,6 @@ def test_case(name: str, case: Modified) -> None:
         judge(tuple(map(kit.get, result)), *arrays, **options)
 
 
-def test_compiled_code_calls_packed_attention_as_it_is() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(70, 2, 8) for _ in range(3))
-    ends = torch.tensor([0, 30, 70])
-
-    def block(q: Any, ends: Any) -> Any:
-        mask = PrefixLM(torch.tensor([3, 9]))
-        out = cupyflash.attention_varlen(2 * q, k, v, ends, ends, mask=mask, max_seqlen_q=40)
-        return out + 1
-
-    compiled = torch.compile(block, backend="eager")
-    for _ in range(2):
-        assert torch.equal(compiled(q, ends), block(q, ends))
-
-
 def test_packed_attention_draws_its_dropout() -> None:
     q, ends = torch.ones(40, 2, 8), torch.tensor([0, 10, 40])
     drawn = []
@@ -239,20 +220,6 @@ def test_nothing_is_allocated_beside_torch(cuda: Any) -> None:
     used = cupy.get_default_memory_pool().total_bytes()
     cupyflash.attention(spread, q, q, return_lse=True)
     assert cupy.get_default_memory_pool().total_bytes() == used
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1.0}], ids=str)
-def test_compiled_code_calls_it_as_it_is(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 70, 2, 8) for _ in range(3))
-
-    def block(q: Any) -> Any:
-        out, lse = cupyflash.attention(2 * q, k, v, return_lse=True, **options)
-        return out + 1, lse
-
-    compiled = torch.compile(block, backend="eager")
-    for _ in range(2):
-        assert all(map(torch.equal, compiled(q), block(q)))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -155,7 +155,7 @@ def test_nothing_is_recorded_where_nothing_wants_a_gradient(
         raise AssertionError("a function of autograd is made")
 
     expected = attention(*three())
-    monkeypatch.setattr("cupyflash._torch.function", never)
+    monkeypatch.setattr("cupyflash._torch.eager.function", never)
     wanting = three(requires_grad=True)
     assert torch.equal(attention(*three()), expected)
     for mode in (torch.no_grad, torch.inference_mode):

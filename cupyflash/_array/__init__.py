@@ -71,6 +71,8 @@ def _find(x: Any, name: str) -> Adapter:
         if isinstance(x, getattr(sys.modules.get(module), base, ())):
             found: Adapter = _instance(adapter)
             if found.plain and kind not in found.plain:
+                if other := found.of_subclass(kind):
+                    return other
                 raise InvalidType(
                     f"`{name}` is a {kind.__module__}.{kind.__qualname__}, a subclass of "
                     f"{module}.{base} whose meaning would be lost: pass a plain {module}.{base}"

@@ -48,10 +48,10 @@ class Adapter(abc.ABC):
     """
 
     framework: ClassVar[str]
-    elsewhere: bool = False  # calls go by JAX, or arrays by `admit` and results by `deliver`
+    elsewhere: bool = False  # calls go by the framework, or arrays by `admit` and `deliver`
     plain: tuple[type, ...] = ()  # the classes that are taken; empty: all that are recognised
     draw: Callable[[Any], Any] | None = None  # a random state, by the generator of x's device
-    # Whether the framework has a part in every call made here, whatever its arrays: see `steps_in`.
+    # Whether the framework has a part in any call that is made now; `steps_in` asks the rest.
     present: Callable[[], bool] | None = None
 
     @abc.abstractmethod
@@ -124,6 +124,10 @@ class Adapter(abc.ABC):
     def steps_in(self, arrays: Iterable[Any]) -> bool:
         """Whether the framework must make this call its own: it would differentiate or map it."""
         return False
+
+    def of_subclass(self, kind: Any) -> "Adapter | None":
+        """Return the adapter of a class of arrays that is not ``plain``; None: it is refused."""
+        return None
 
     def admit(self, x: Any, name: str) -> Any:
         """Turn an argument into what the other methods take: a foreign exporter into an Array."""

@@ -1,5 +1,6 @@
 """PyTorch tensors, on the CPU and on CUDA devices; torch is found in ``sys.modules``."""
 
+import pkgutil
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,20 +12,29 @@ from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
 
 
 class Dynamo:
-    """What torch.compile does to a call: it leaves the graph, once `hide` has run."""
+    """What torch.compile does to the package: once `hide` has run it traces `TRACED` alone."""
 
+    TRACED = ("_attention", "masks", "_torch.graph", "_torch.words")
     hidden = False
 
     @classmethod
     def hide(cls) -> None:
-        """Have Dynamo run this package as it is: it would trace NumPy code and raw pointers."""
+        """Have Dynamo run the others as they are: it would trace NumPy code and raw pointers."""
+        if cls.hidden:
+            return
         if add := getattr(sys.modules.get("torch._dynamo.trace_rules"), "add", None):
-            add(__name__.partition(".")[0])
+            package, _, _ = __name__.partition(".")
+            opened = {name.partition(".")[0] for name in cls.TRACED if "." in name}
+            for prefix in ("", *(f"{name}." for name in opened)):
+                folder = sys.modules[f"{package}.{prefix}".rstrip(".")]
+                names = {prefix + module.name for module in pkgutil.iter_modules(folder.__path__)}
+                for name in names - {*cls.TRACED} - opened:
+                    add(f"{package}.{name}")
             cls.hidden = True
 
 
 class TorchAdapter(Adapter):
-    """Plain tensors and parameters; subclasses (fake tensors, DTensor, ...) are refused."""
+    """Plain tensors and parameters."""
 
     framework = "torch"
 
@@ -36,9 +46,11 @@ class TorchAdapter(Adapter):
         self._names = {dtype: n for n, dtype in self._dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
         self._tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
-        forward_ad, autocast = torch.autograd.forward_ad, torch.is_autocast_enabled
-        # Of a warm call, which is on CUDA: `steps_in` asks the rest.
-        self.present = lambda: autocast() or forward_ad._current_level >= 0
+        forward_ad, modes = torch.autograd.forward_ad, torch.utils._python_dispatch
+        autocast = torch.is_autocast_enabled  # of CUDA, as are warm calls
+        self.present = lambda: (
+            autocast() or modes._is_in_torch_dispatch_mode or forward_ad._current_level >= 0
+        )
         # What PyTorch's own compiled code asks; the public way makes a Stream object each time.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         public = lambda device: torch.cuda.current_stream(device).cuda_stream  # noqa: E731
@@ -151,4 +163,29 @@ class TorchAdapter(Adapter):
         torch = self._torch
         if torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu"):
             return True
-        return self._grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+        tensors = [x for x in arrays if isinstance(x, torch.Tensor)]
+        if any(type(x) not in self.plain for x in tensors):
+            return True
+        return self._grad_enabled() and any(x.requires_grad for x in tensors)
+
+    def of_subclass(self, kind: Any) -> Adapter | None:
+        standard = self._torch._C._disabled_torch_dispatch_impl
+        return None if kind.__torch_dispatch__ is standard else DispatchedAdapter()
+
+
+class DispatchedAdapter(TorchAdapter):
+    """Tensors of a class that sees each operator for itself: fake ones, DTensor.
+
+    `_torch` hands them a call as one operator; nothing else can be done with them.
+    """
+
+    elsewhere = True
+
+    def array(self, x: Any, name: str) -> Array:
+        raise InvalidType(
+            f"`{name}` is a {type(x).__module__}.{type(x).__qualname__}, whose memory only "
+            "operators of PyTorch see: pass a plain torch.Tensor"
+        )
+
+    def admit(self, x: Any, name: str) -> Any:
+        return self.array(x, name)

@@ -1,72 +1,46 @@
 """The call as a function that autograd differentiates, and torch.func transforms."""
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .. import _backward, _call
-from .._kernels import backward_name
-from .._problem import Form
-from .._problem_backward import EXTRA, INPUTS
-from ..errors import UnsupportedProblem
-from . import vmap
+from . import operators, vmap
+from .record import Call, gradients, keep, refuse_forward_mode, refuse_second
 
-__all__ = ["Call", "function"]
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call without its tensors.
-
-    Parameters
-    ----------
-    names : tuple of str
-        What the tensors are, in their order; q, k and v come first.
-    others : dict of str to object
-        The array arguments that are no tensors, and the random state likewise.
-    scalars : dict of str to object
-        By the names of `_call.SCALARS`.
-    masks : tuple of Form
-        What names and others have the arrays of.
-    """
-
-    names: tuple[str, ...]
-    others: dict[str, Any]
-    scalars: dict[str, Any]
-    masks: tuple[Form, ...]
-
-    def forward(self, tensors: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Return out and lse."""
-        arrays = self.others | dict(zip(self.names, tensors, strict=True))
-        q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
-        scalars = tuple(self.scalars.values())
-        return _call.call(q, k, v, None, True, scalars, arrays, self.masks, settled=True)
-
-    def backward(
-        self, wanted: tuple[str, ...], tensors: tuple[Any, ...], results: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Return the gradients of these names, from the tensors and out, lse, dout and dlse."""
-        import torch
-
-        named = dict(zip(("out", "lse", "dout", "dlse"), results, strict=True))
-        arrays = self.others | dict(zip(self.names, tensors, strict=True)) | named
-        if arrays["dlse"] is None:
-            del arrays["dlse"]
-        if arrays["dout"] is None:
-            arrays["dout"] = torch.zeros_like(arrays["out"])
-        always = torch.are_deterministic_algorithms_enabled()
-        scalars = self.scalars | {
-            "deterministic": self.scalars["deterministic"] or always,
-            "kernel": backward_name(self.scalars["kernel"]),
-        }
-        extra = tuple(name for name in EXTRA if name in wanted)
-        found = _backward.call(arrays, tuple(scalars.values()), self.masks, extra)
-        return tuple(getattr(found, name) for name in wanted)
+__all__ = ["function", "is_traced"]
 
 
 def function(transformed: bool) -> Any:
     """Return what ``apply(call, *tensors)`` makes (out, lse) of, also under torch.func."""
     return _functions()[transformed]
+
+
+def is_traced(arrays: Iterable[Any]) -> bool:
+    """Whether someone has to see a call as one operator: a mode, a trace, a class of tensors."""
+    modes, plain = _unseen()
+    return bool(modes()) or not plain.issuperset(map(type, arrays))
+
+
+def forward(call: Call, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    """Return out and lse of a call, of which nothing wants a gradient."""
+    return (operators.forward if is_traced(tensors) else Call.forward)(call, tensors)
+
+
+def backward(
+    call: Call, wanted: Sequence[str], tensors: Sequence[Any], results: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return what `Call.backward` does."""
+    compute = operators.backward if is_traced((*tensors, *results)) else Call.backward
+    return compute(call, wanted, tensors, results)
+
+
+@functools.cache
+def _unseen() -> tuple[Any, frozenset[type]]:
+    """Return what counts the modes that watch, and the classes that see no operators."""
+    import torch
+
+    plain = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+    return torch._C._len_torch_dispatch_stack, plain
 
 
 @functools.cache
@@ -77,21 +51,15 @@ def _functions() -> tuple[Any, Any]:
     class Gradient(torch.autograd.Function):
         """The gradients of a call, from its tensors and out, lse, dout and dlse."""
 
+        backward, jvp = staticmethod(refuse_second), staticmethod(refuse_second)
+
         @staticmethod
         def forward(call: Call, wanted: tuple[str, ...], *arrays: Any) -> tuple[Any, ...]:
-            return call.backward(wanted, arrays[:-4], arrays[-4:])
+            return backward(call, wanted, arrays[:-4], arrays[-4:])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             """Keep nothing."""
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            refuse_second()
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            refuse_second()
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, call: Call, wanted: Any, *arrays: Any) -> Any:
@@ -102,43 +70,30 @@ def _functions() -> tuple[Any, Any]:
     class Attention(torch.autograd.Function):
         """Out and lse of a call, from its tensors."""
 
+        jvp = staticmethod(refuse_forward_mode)
+
         @staticmethod
         def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Any, Any]:
-            output = call.forward(tensors)
+            output = forward(call, tensors)
             keep(ctx, call, tensors, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-            names = ctx.call.names
-            needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
-            wanted = tuple(d for d, name in INPUTS.items() if needed.get(name))
-            if not wanted or (dout is None and dlse is None):
-                return (None,) * (1 + len(names))
-            dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
-            *tensors, out, lse = ctx.saved_tensors
-            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-                found = Gradient.apply(ctx.call, wanted, *tensors, out, lse, dout, dlse)
-            else:
-                found = ctx.call.backward(wanted, tuple(tensors), (out, lse, dout, dlse))
-            by_name = {INPUTS[d]: x for d, x in zip(wanted, found, strict=True)}
-            return None, *(by_name.get(name) for name in names)
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            raise UnsupportedProblem(
-                "attention has no derivative in forward mode (torch.func.jvp, "
-                "torch.autograd.forward_ad): use reverse mode, as backward() and torch.func.vjp do"
-            )
+            names, wants = ctx.call.names, ctx.needs_input_grad[1:]
+            needed = [name for name, wanted in zip(names, wants, strict=True) if wanted]
+            found = gradients(ctx, dout, dlse, needed, compute)
+            return None, *map(found.get, names)
 
     class Transformed(torch.autograd.Function):
         """The same in the form that torch.func transforms."""
 
-        backward, jvp = map(staticmethod, (Attention.backward, Attention.jvp))
+        backward: Any = staticmethod(Attention.backward)
+        jvp = staticmethod(refuse_forward_mode)
 
         @staticmethod
         def forward(call: Call, *tensors: Any) -> tuple[Any, Any]:
-            return call.forward(tensors)
+            return forward(call, tensors)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -150,16 +105,14 @@ def _functions() -> tuple[Any, Any]:
             apply = functools.partial(Transformed.apply, call)
             return vmap.mapped(apply, call, call.names, tensors, in_dims[1:], info.batch_size)
 
-    def keep(ctx: Any, call: Call, tensors: Any, output: Any) -> None:
-        ctx.call = call
-        ctx.set_materialize_grads(False)  # an lse of no consequence costs nothing
-        ctx.save_for_backward(*tensors, *output)
+    def compute(
+        call: Call, wanted: Sequence[str], tensors: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        if any(x is not None and is_batched(x) for x in results[2:]):
+            return operators.backward(call, wanted, tensors, results)
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return Gradient.apply(call, wanted, *tensors, *results)
+        return backward(call, wanted, tensors, results)
 
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
     return Attention, Transformed
-
-
-def refuse_second() -> None:
-    """Raise where gradients are to be differentiated."""
-    raise UnsupportedProblem(
-        "attention has no second derivatives: differentiate it once, without create_graph=True"
-    )
