@@ -7,7 +7,7 @@ the order of the fragments of the tensor cores; attention_bwd_dq_sm90 brings the
 import struct
 from dataclasses import dataclass
 
-from . import _backward_delta, _unit
+from . import _backward_delta, _backward_dsink, _unit
 from ._backward_delta import STAT_ROWS, stat_heads, stat_rows
 from ._backward_shared import Scratch, key_tiles, without_sink
 from ._forward import refuse_dtype, refuse_lengths
@@ -101,8 +101,6 @@ def _refuse_modifiers(problem: Problem) -> str | None:
             return f"takes no {', '.join(MODIFIERS)}, got {name}"
     if policies(problem).mask_bytes > SMALL_MASK:
         return "takes masks of a band alone, got one that reads arrays"
-    if problem.wanted:
-        return f"computes dq, dk and dv alone, not {', '.join(problem.wanted)}"
     if problem.deterministic:
         return "sums dq in any order, got deterministic=True"
     if problem.packed and problem.batch == 0 and not problem.empty:
@@ -180,7 +178,11 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     bare = operands._replace(learnable_sink=None)
     main = _main(without_sink(problem), bare, backward, chosen, scratch)
     last = _convert(problem, operands, backward, chosen, scratch.dq)
-    return Steps(scratch.size, (first, main, last))
+    launches = [first, main, last]
+    if "dsink" in problem.wanted:
+        statistics = {"lse_log2": scratch.lse_log2, "delta": scratch.delta}
+        launches.append(_backward_dsink.launch(problem, operands, backward, **statistics))
+    return Steps(scratch.size, tuple(launches))
 
 
 def _main(

@@ -65,7 +65,22 @@ VARLEN = tuple(
         (256, True, ((70, 70), (60, 70)), 10),
     )
 )
-CASES = CLASSES + DIMS + ONES + SCALES + MEMORY + VARLEN
+# Sinks, of which the kernel sees the LSE alone: with rows that see no key, and lengths in use.
+SINKS = (
+    *(
+        Modified(140, 150, dim, dim, modifiers=(sink,), batch=2, label="sink", **SOME, **band)
+        for dim, sink, band in (
+            (64, "sink", {"causal": True}),
+            (128, "sink_fp16", {"window_size": (3, -1), "alignment": "top_left"}),
+            (256, "sink", {}),
+        )
+    ),
+    Modified(70, 130, 64, 64, "float16", modifiers=("sink", "used_q", "used_k"), batch=3, **SOME),
+    Modified(100, 30, 64, 64, modifiers=("sink_fp16",), causal=True, label="empty_rows", **SOME),
+    replace(VARLEN[1], modifiers=("sink",)),
+    replace(VARLEN[3], modifiers=("sink_fp16",)),
+)
+CASES = CLASSES + DIMS + ONES + SCALES + MEMORY + VARLEN + SINKS
 
 
 def judge(case: Case, results: cupyflash.Gradients) -> None:
@@ -126,6 +141,15 @@ def test_what_lies_beyond_the_lengths_reaches_nothing(case: Case) -> None:
     arrays = with_garbage(case)
     results = gradients.run(KERNEL, *arrays, **case.options, **USED)
     gradients.judge(results, *arrays, **case.options, **USED)
+
+
+def test_the_gradient_of_a_sink_is_one_more_step() -> None:
+    for dim in _backward_sm90.CLASSES:
+        sizes = {"len_q": 4096, "head_dim": dim, "causal": True, "arch": 90, "backward": True}
+        plain, sunk = (cupyflash.explain(**sizes, learnable_sink=sink) for sink in (None, True))
+        symbols = [[launch.symbol for launch, _ in said.steps] for said in (plain, sunk)]
+        assert symbols[1] == [*symbols[0], "attention_bwd_dsink"]
+        assert plain.kernel == sunk.kernel == KERNEL
 
 
 LONG = tuple(
