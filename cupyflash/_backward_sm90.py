@@ -39,6 +39,7 @@ POINTERS = ("dk", "dv")  # whose addresses come first
 SCRATCH = ("lse_log2", "delta", "dq")  # and those that follow
 ROWS_STORED = 64  # of a copy of dk and dv
 L2_BYTES = 32 << 20  # what blocks under way may share
+FEW_BLOCKS = 4 * 132  # that an H200 runs in four turns
 CONVERT_PARAMS = struct.Struct("<2Q3q5if")
 
 
@@ -123,15 +124,17 @@ def _refuse_blocks(problem: Problem) -> str | None:
     return None
 
 
-def _heads_per_group(problem: Problem) -> int:
+def _heads_per_group(problem: Problem, block_k: int) -> int:
     """Return how many kv heads share the L2 cache; blocks of one length need no order."""
     if not problem.band.bounded:
         return 1
+    there = problem.heads_k * (1 if problem.packed else problem.batch)
+    if key_tiles(problem, block_k) <= FEW_BLOCKS:  # the last to begin are the shortest of all
+        return there
     # Of a query q and dout, and dq in fp32; of a key k and v.
     per_query = problem.heads_q // problem.heads_k * (8 * problem.head_dim)
     per_key = 4 * problem.head_dim
     size = problem.len_q * per_query + problem.len_k * per_key
-    there = problem.heads_k * (1 if problem.packed else problem.batch)
     return min(max(1, L2_BYTES // size), there)
 
 
@@ -209,7 +212,7 @@ def _main(
             problem.head_dim,
             problem.head_dim_v,
             stat_rows(problem),
-            _heads_per_group(problem),
+            _heads_per_group(problem, chosen.block_k),
             0,
             problem.scale * LOG2_E,
             problem.scale,
