@@ -67,9 +67,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(gpu, "_runtime", lambda: runtime)
     monkeypatch.setattr(_jit, "compute_capability", lambda device: 90)
     monkeypatch.setattr(_jax, "device_of", lambda x, name: 1)
-    run.bound_of.cache_clear()
+    caches = run.bound_of, run.row_of, run.takes
+    for cache in caches:
+        cache.cache_clear()
     yield given
-    run.bound_of.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def callback(

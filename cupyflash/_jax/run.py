@@ -1,13 +1,14 @@
 """What XLA calls back: a call's kernels on XLA's buffers and stream.
 
 Under ``vmap`` the buffers have the mapped dimensions in front: they join the batch where strides
-allow that, otherwise the items run one by one.
+allow that, otherwise the items run one by one. Both by the kernel that was loaded while JAX traced
+one item: on Hopper it takes no stride of 0, which what all items share would need.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from .. import _jit
 from .._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides, device_guard, dlpack
 from .._array.base import dtype_name
 from .._array.host import host_view
-from .._kernels import select, takers
+from .._kernels import Kernel, select, takers
 from .._launch import Bound, bind
-from .._problem import DESCALES, METADATA
+from .._problem import DESCALES, METADATA, Problem
 from .._steps import BoundSteps, bind_steps, scratch_bytes
 from .calls import SCRATCH, Call
 
@@ -36,12 +37,13 @@ def compute(call: Call, context: Any, results: Any, *buffers: Any) -> None:
     """Compute from XLA's buffers into others of its."""
     records = dict(zip(call.ranks, map(_buffer, (*buffers, *results)), strict=True))
     device = records["q"].device
+    items = _items(call, records)
     if device == HOST:
-        for item in _items(call, records):
+        for item in items:
             _on_host(call, item)
     else:
         with device_guard(device):
-            for item in _items(call, records):
+            for item in items:
                 _on_gpu(call, item, context.stream)
 
 
@@ -62,25 +64,37 @@ def _buffer(buffer: Any) -> Array:
     )
 
 
-def _items(call: Call, records: Records) -> Iterator[Records]:
-    """Yield the calls to make: one, if there are no mapped dimensions or they join the batch."""
+def _items(call: Call, records: Records) -> Iterable[Records]:
+    """Return the calls to make: one, if there are no mapped dimensions or they join the batch."""
     ranks, first = call.ranks, call.results[0].name
     mapped = records[first].shape[: -ranks[first]]
     if not mapped:
-        yield records
-        return
-    if records.keys() <= FOLDING:
-        # A kernel by name may take no stride of 0, and kernels read an LSE as contiguous.
-        whole = {*records} if call.kernel is not None else {"lse"}
-        folded = {
-            name: _fold(x, ranks[name], mapped, repeats=name not in whole)
-            for name, x in records.items()
-        }
-        if all(folded.values()):
-            yield {name: x for name, x in folded.items() if x is not None}
-            return
+        return (records,)
+    joined = _joined(call, records, mapped)
+    device = records["q"].device
+    if joined is not None and (device == HOST or takes(call, views_of(call, joined), device)):
+        return (joined,)
+    return _apart(call, records, mapped)
+
+
+def _joined(call: Call, records: Records, mapped: tuple[int, ...]) -> Records | None:
+    """Return a call's arrays with the mapped dimensions in the batch, or None."""
+    if not records.keys() <= FOLDING:
+        return None
+    folded = {}
+    for name, x in records.items():
+        # Kernels read an LSE as contiguous.
+        found = _fold(x, call.ranks[name], mapped, repeats=name != "lse")
+        if found is None:
+            return None
+        folded[name] = found
+    return folded
+
+
+def _apart(call: Call, records: Records, mapped: tuple[int, ...]) -> Iterator[Records]:
+    """Yield the arrays of each item."""
     for index in np.ndindex(mapped):
-        yield {name: _item(x, ranks[name], index) for name, x in records.items()}
+        yield {name: _item(x, call.ranks[name], index) for name, x in records.items()}
 
 
 def _fold(x: Array, rank: int, mapped: tuple[int, ...], *, repeats: bool) -> Array | None:
@@ -168,6 +182,29 @@ def _recorded(views: Views, device: int) -> Records:
     }
 
 
+@functools.lru_cache(maxsize=1024)
+def row_of(call: Call, device: int) -> Kernel:
+    """Return the row that is loaded while JAX traces a call: of one item, C-contiguous."""
+    records = call.records(device)
+    arch = _jit.compute_capability(device)
+    return select(call.described(records, arch, records.get("rng_state"))[0], call.kernel)
+
+
+def _chosen(call: Call, problem: Problem, device: int) -> Kernel:
+    """Return the row that was loaded while JAX traced, if it takes a problem, else another."""
+    row = row_of(call, device)
+    return row if row.refusal(problem) is None else select(problem, call.kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def takes(call: Call, views: Views, device: int) -> bool:
+    """Whether the row that was loaded while JAX traced a call takes arrays of these facts."""
+    records = _recorded(views, device)
+    arch = _jit.compute_capability(device)
+    problem, *_ = call.described(records, arch, records.get("rng_state"))
+    return row_of(call, device).refusal(problem) is None
+
+
 Places = tuple[tuple[str, int], ...]  # where Params hold the addresses of other arrays, by name
 
 
@@ -182,7 +219,7 @@ def _bound(call: Call, records: Records) -> tuple[Bound, Places]:
     device = records["q"].device
     arch = _jit.compute_capability(device)
     problem, operands, _ = call.described(records, arch, records.get("rng_state"))
-    kernel = select(problem, call.kernel)
+    kernel = _chosen(call, problem, device)
     assert kernel.launch is not None
     launch = kernel.launch(problem, operands)
     named = ((call.numbered[x] if isinstance(x, int) else x, at) for x, at in launch.places)
@@ -196,7 +233,7 @@ def steps_of(call: Call, views: Views, device: int) -> BoundSteps:
     records = _recorded(views, device)
     arch = _jit.compute_capability(device)
     problem, operands, backward = call.described(records, arch, records.get("rng_state"))
-    kernel = select(problem, call.kernel)
+    kernel = _chosen(call, problem, device)
     assert backward is not None
     assert kernel.steps is not None
     steps = kernel.steps(problem, operands, backward)
