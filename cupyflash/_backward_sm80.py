@@ -2,7 +2,7 @@
 
 import struct
 
-from . import _backward_delta, _backward_dq, _backward_dsink, _modifiers, _unit
+from . import _backward_dbias, _backward_delta, _backward_dq, _backward_dsink, _modifiers, _unit
 from ._array import ITEMSIZES
 from ._backward_delta import stat_heads, stat_rows
 from ._backward_shared import Scratch, key_tiles, without_sink
@@ -32,8 +32,6 @@ def refusal(problem: Problem) -> str | None:
     reason = refuse_dtype(problem, DTYPES) or refuse_lengths(problem)
     if reason:
         return reason
-    if "dbias" in problem.wanted:
-        return "computes no gradient of `attn_bias`"
     blocks = max(
         key_tiles(problem, config(problem).block_k),
         stat_heads(problem) * stat_rows(problem) // _backward_dq.BLOCK_Q,
@@ -85,7 +83,13 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     if "dsink" in problem.wanted:
         statistics = {"lse_log2": scratch.lse_log2, "delta": scratch.delta}
         launches.append(_backward_dsink.launch(problem, operands, backward, **statistics))
-    return Steps(scratch.size, tuple(launch for launch in launches if launch.grid[0]))
+    size = scratch.size
+    if "dbias" in problem.wanted:
+        more, last = _backward_dbias.launches(
+            problem, operands, backward, delta=scratch.delta, scratch_offset=size
+        )
+        size, launches = size + more, [*launches, *last]
+    return Steps(size, tuple(launch for launch in launches if launch.grid[0]))
 
 
 def _launch(

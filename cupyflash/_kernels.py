@@ -340,10 +340,7 @@ BACKWARD_SM80 = Kernel(
     name=_backward_sm80.NAME,
     op="backward",
     arch=range(80, 1000),
-    needs=(
-        f"{', '.join(_backward_sm80.DTYPES)}; head dims <= {MAX_HEAD_DIM}; every option but the "
-        "gradient of a bias"
-    ),
+    needs=f"{', '.join(_backward_sm80.DTYPES)}; head dims <= {MAX_HEAD_DIM}; every option",
     unsupported=_backward_sm80.refusal,
     config=_backward_sm80.config,
     steps=_backward_sm80.steps,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyflash import _backward_delta, _jit, _tuning_sm90, _unit
+from cupyflash import _backward_dbias, _backward_delta, _jit, _tuning_sm90, _unit
 from cupyflash._array import ITEMSIZES, Array, contiguous_strides
 from cupyflash._kernels import (
     BACKWARD_SM80,
@@ -115,13 +115,13 @@ def modified(arch: int, dtype: str, head_dim: int, names: tuple[str, ...]) -> An
 def gradients(
     arch: int, dtype: str, dims: tuple[int, int], names: tuple[str, ...], **changes: Any
 ) -> tuple[Problem, Operands, Backward]:
-    """Describe the gradients of such a call, but for that of a bias."""
+    """Describe the gradients of such a call; that of a bias where it is wanted."""
     arrays, options = arguments(dtype, dims, names)
     batch, length, heads, _ = (1, *arrays["v"].shape)[-4:]
     arrays |= dict.fromkeys(("dout", "out"), array(arrays["v"].shape, dtype))
     sums = (heads, length) if "packed" in names else (batch, heads, length)
     arrays |= dict.fromkeys(("lse", "dlse"), array(sums, "float32"))
-    return describe_backward(arrays, arch=arch, wanted=("dsink",), **options | changes)
+    return describe_backward(arrays, arch=arch, **{"wanted": ("dsink",)} | options | changes)
 
 
 def arguments(
@@ -282,6 +282,53 @@ def test_the_steps_of_the_generic_backward_do_too(
         assert_launch_fits(launch, arch, max(1, promised))
 
 
+def dbias_gate() -> list[Any]:
+    """Every architecture, class and dtype; then a bias with modifiers, and with all of them."""
+    archs = itertools.cycle(SHARED)
+    calls: list[Any] = [
+        (arch, "bfloat16", (dim, dim), ("bias",))
+        for arch, dim in itertools.product(SHARED, (16, 128))
+    ]
+    calls += [
+        (next(archs), dtype, (dim, dim), ("bias",))
+        for dtype, dim in itertools.product(("float16", "float32"), HEAD_DIMS)
+    ]
+    names = [name for name in MODIFIERS if name != "bias"]
+    calls += [
+        (next(archs), "bfloat16", (128, 64), (name,) if "bias" in name else ("bias", name))
+        for name in names * 2
+    ]
+    calls += [(arch, "bfloat16", (128, 128), ("bias", "prefix", "packed")) for arch in SHARED]
+    calls += [(arch, "float16", (64, 64), ALL) for arch in SHARED]
+    calls += [(arch, "float32", (64, 64), ALL) for arch in (86, 90)]
+    return [pytest.param(*call, id="-".join(map(str, call))) for call in calls]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "dims", "names"), dbias_gate())
+def test_the_gradient_of_a_bias_does_too(
+    arch: int, dtype: str, dims: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    call = gradients(arch, dtype, dims, names, wanted=("dbias",))
+    _, (launch,) = _backward_dbias.launches(*call, delta=0, scratch_offset=0)
+    problem, _, backward = call
+    assert backward.dbias is not None
+    assert_launch_fits(launch, arch, _backward_dbias.config(problem, backward.dbias).min_blocks)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [(80, "float16"), (90, "bfloat16"), (100, "float32"), (120, "float64")]
+)
+def test_the_sum_of_its_parts_does_too(
+    arch: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODIFIERS, "bias", {"attn_bias": ((1, LENGTH), dtype)})
+    call = gradients(arch, "float16", (64, 64), ("bias",), wanted=("dbias",))
+    _, launches = _backward_dbias.launches(*call, delta=0, scratch_offset=0)
+    assert len(launches) == 2
+    for launch in launches:
+        assert_launch_fits(launch, arch)
+
+
 DELTA = [
     (arch, dtype, head_dim, {"width": width, **options})
     for arch, (dtype, head_dim, width), options in zip(
@@ -307,7 +354,7 @@ def test_the_statistics_of_the_backward_compile_without_a_remark(
 
 def test_every_kernel_file_is_a_row_or_a_step_of_one() -> None:
     files = {name for name in _jit.sources() if name.startswith("kernels/")}
-    names = {row.name for row in ROWS}
+    names = {row.name for row in ROWS} | {_backward_dbias.NAME, _backward_dbias.SUM_NAME}
     for head_dim in (64, 256):
         described = gradients(90, "bfloat16", (head_dim, head_dim), ())
         with_sink = gradients(90, "bfloat16", (head_dim, head_dim), ("sink",))
