@@ -1,13 +1,15 @@
 """What PyTorch's training needs of a GPU: streams, graphs, generators, memory, warm plans."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gradients import judge, seeds_of
 from kits import KITS
 
 import cupyflash
-from cupyflash import _backward, _call
+from cupyflash import Gradients, _backward, _call
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -156,6 +158,122 @@ def test_warm_calls_replay_plans_also_with_parameters(monkeypatch: pytest.Monkey
                 call(first, *rest)
         for module in (_call, _backward):
             monkeypatch.setattr(module, "_cold", never)
+
+
+def test_modes_without_gradients_record_nothing() -> None:
+    arrays = inputs()
+    expected = cupyflash.attention(*arrays)
+    assert expected.requires_grad
+    for _ in range(2):  # without a plan and with one
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                out = cupyflash.attention(*arrays)
+            assert torch.equal(out, expected)
+            assert not out.requires_grad
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+def test_deterministic_algorithms_repeat_every_bit(heads: tuple[int, int]) -> None:
+    arrays = [torch.cat([x] * 3, 1)[:, :, :n].detach().requires_grad_()
+              for x, n in zip(inputs(), (heads[0], heads[1], heads[1]), strict=True)]  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(10):
+            out = cupyflash.attention(*arrays, causal=True)
+            runs.append(torch.autograd.grad(out.float().square().sum(), arrays))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    asked = torch.autograd.grad(attention(*arrays, causal=True).float().square().sum(), arrays)
+    for other in (*runs[1:], asked):
+        assert all(map(torch.equal, runs[0], other))
+
+
+def test_the_graph_may_be_used_again() -> None:
+    arrays = inputs()
+    loss = causal(*arrays).float().square().sum()
+    first = torch.autograd.grad(loss, arrays, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, arrays)))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "attn_bias", "learnable_sink"])
+def test_one_argument_alone_wants_a_gradient(wanted: str) -> None:
+    bias = torch.randn(4, 1, 200, device="cuda") if wanted == "attn_bias" else None
+    named = dict(zip("qkv", inputs(), strict=True)) | {
+        "learnable_sink": torch.zeros(4, device="cuda")
+    }
+    named |= {} if bias is None else {"attn_bias": bias}
+    alone = {name: x.detach().requires_grad_(name == wanted) for name, x in named.items()}
+    together = {name: x.detach().requires_grad_() for name, x in named.items()}
+    found = []
+    for given in (alone, together):
+        attention(**given, causal=True).float().square().sum().backward()
+        found.append(given[wanted].grad)
+    assert torch.equal(*found)
+    assert [name for name, x in alone.items() if x.grad is not None] == [wanted]
+
+
+# Of arrays (batch, length, heads, dim): views of the same values.
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda x: x,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "length first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "every other": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "fused": lambda x: torch.stack([x, x + 1], 2)[:, :, 0],
+}
+# And of values that repeat.
+REPEATS: dict[str, Callable[[Any], Any]] = {
+    "one head": lambda x: x[:, :, :1].expand(x.shape),
+    "one row": lambda x: x[:, :1].expand(x.shape),
+    "one entry": lambda x: x[:1].expand(x.shape),
+    "one number": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+
+
+def held(arrays: Any, dout: Any, **options: Any) -> None:
+    """Hold the gradients of half-precision tensors, which are views, against the oracle."""
+    leaves = [x.detach().requires_grad_() for x in arrays]
+    found = torch.autograd.grad(cupyflash.attention(*leaves, **options), leaves, dout)
+    host = [x.detach().cpu().numpy() for x in (*found, *arrays, dout)]
+    judge(Gradients(*host[:3], None, None), *host[3:], None, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("view", [*VIEWS, *REPEATS])
+def test_inputs_and_incoming_gradients_of_any_strides(view: str, deterministic: bool) -> None:
+    make = (VIEWS | REPEATS)[view]
+    plain = [x.detach() for x in inputs(dtype=torch.float16)]
+    q, _, v = (x.cpu().numpy() for x in plain)
+    dout = torch.from_numpy(seeds_of(q, v)[0]).cuda()
+    options = {"causal": True, "deterministic": deterministic}
+    held(plain, make(dout), **options)
+    held([plain[0], *map(make, plain[1:])], dout, **options)
+    held([make(plain[0]), *plain[1:]], dout, **options)
+
+
+def test_a_sum_is_differentiated() -> None:
+    arrays = [x.detach().requires_grad_() for x in inputs(dtype=torch.float16)]
+    out = cupyflash.attention(*arrays, causal=True)
+    found = torch.autograd.grad(out.sum(), arrays)  # a gradient without strides
+    host = [x.detach().cpu().numpy() for x in (*found, *arrays, torch.ones_like(out))]
+    judge(Gradients(*host[:3], None, None), *host[3:], None, causal=True)
+
+
+def test_scaled_losses_of_mixed_precision() -> None:
+    arrays = inputs(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
+    optimizer = torch.optim.SGD(arrays, lr=1.0)
+    before = [x.detach().clone() for x in arrays]
+    with torch.autocast("cuda", torch.float16):
+        out = attention(*arrays, causal=True)
+    scaler.scale(out.float().mean()).backward()
+    scaled = [x.grad.clone() for x in arrays]
+    scaler.step(optimizer)
+    for x, old, gradient in zip(arrays, before, scaled, strict=True):
+        assert gradient.isfinite().all()
+        assert gradient.any()
+        assert torch.equal(x, old - gradient / 2.0**8)
 
 
 def test_memory_is_linear_in_the_length() -> None:
