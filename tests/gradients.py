@@ -1,6 +1,7 @@
 """Gradients of one kernel on hostile memory, held against the oracle by the accuracy rule."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from harness import Operand, fetch, hosted, placed, strided
 import cupyflash
 from cupyflash import Gradients, UnsupportedProblem, _accuracy
 from cupyflash._array import host
+from cupyflash._emulator import device
+from cupyflash._emulator.memory import Memory
 from cupyflash._kernels import KERNELS
 
 HOST = ("cpu", "reference")
@@ -100,6 +103,30 @@ def emulated(
         return cupyflash.attention_backward(
             dout, *arrays, out, lse, dlse=dlse, kernel=kernel, deterministic=own, **options
         )
+
+
+@contextlib.contextmanager
+def kept_scratch() -> Iterator[list[bytes]]:
+    """Give what the emulated launches of each call inside leave in their scratch.
+
+    The order of the sums of dQ shows there, in fp32, where the bits of dq have no room for it.
+    """
+    found: list[bytes] = []
+
+    class Keeping(Memory):
+        place = 0, 0
+
+        def scratch(self, size: int) -> int:
+            self.place = super().scratch(size), size
+            return self.place[0]
+
+        def collect(self) -> None:
+            super().collect()
+            found.append(ctypes.string_at(*self.place))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "Memory", Keeping)
+        yield found
 
 
 def judge_case(case: Case, results: Gradients, **options: Any) -> None:

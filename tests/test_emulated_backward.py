@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import ALONE, EDGES, MEMORY, VARLEN, Case, Modified
 from emulated import SEEDS, needs_compiler
-from gradients import emulated, judge, judge_case, seeds_of
+from gradients import emulated, judge, judge_case, kept_scratch, seeds_of
 from harness import same_bits
 
 import cupyflash
@@ -73,7 +73,8 @@ def seed_of(case: Case) -> int:
 def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> None:
     """Hold the gradients of the first seed against the oracle; others have the bits of dK, dV."""
     seeds = seeds or (seed_of(case),)
-    first, *others = (emulated(KERNEL, case, seed, **options) for seed in seeds)
+    with kept_scratch() as scratch:
+        first, *others = (emulated(KERNEL, case, seed, **options) for seed in seeds)
     options.pop("arch", None)
     judge_case(case, first, **options)
     for other in others:
@@ -81,6 +82,8 @@ def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> N
         assert same_bits(first.dv, other.dv)
         if options.get("deterministic"):
             assert same_bits(first.dq, other.dq)
+    if options.get("deterministic"):
+        assert len(set(scratch)) == 1, "the order of the sums of dq"
 
 
 @pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.id)
@@ -139,8 +142,10 @@ def test_deterministic_gradients_repeat_their_bits(case: Case) -> None:
 
 def test_dq_is_summed_in_any_order_unless_asked() -> None:
     case = DETERMINISTIC[0]
-    results = [emulated(KERNEL, case, seed) for seed in (0, 1, 2, 3, 8)]
+    with kept_scratch() as scratch:
+        results = [emulated(KERNEL, case, seed) for seed in (0, 1, 2, 3, 8)]
     assert any(not same_bits(results[0].dq, other.dq) for other in results[1:])
+    assert len(set(scratch)) > 1
 
 
 USED = {"seqused_q": np.array([70, 0, 130]), "seqused_k": np.array([100, 150, 0])}

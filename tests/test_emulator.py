@@ -324,11 +324,11 @@ def test_threads_may_emulate_at_once() -> None:
 
 
 @needs_compiler
-def test_an_edit_of_any_source_is_compiled_anew(
+def test_an_edit_of_what_a_unit_includes_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
-    softmax = tmp_path / "cuda" / "tile" / "softmax.cuh"
+    softmax, other = (tmp_path / "cuda" / "tile" / f"{name}.cuh" for name in ("softmax", "ring"))
     softmax.write_text(f"{softmax.read_text()}// of this test\n")
     monkeypatch.setenv("CUPYFLASH_CUDA_DIR", str(tmp_path / "cuda"))
     build.runtime()
@@ -337,6 +337,8 @@ def test_an_edit_of_any_source_is_compiled_anew(
     right = run(q, k, v)
     again = run(q, k, v)
     assert same_bits(right[0], again[0])
+    other.write_text(f"{other.read_text()}// which this kernel has no use for\n")
+    assert same_bits(right[0], run(q, k, v)[0])
     assert len(_cache.entries()) == 1
     softmax.write_text(softmax.read_text().replace("ptx::lg2(", "2 * ptx::lg2("))
     wrong = run(q, k, v)

@@ -10,11 +10,14 @@ import cupyflash
 
 pytestmark = needs_compiler
 
+OURS = np.zeros(1, np.int8)  # memory of the host, which is no kernel's
 FAULTS = {
     "if (i < p.n + 1) p.x[i] = 1;": r"thread \d+: a store of 4 bytes at x \+16 of 16 bytes",
     "if (i == 40) shared[i] = p.x[-2000];": r"thread 40: a load of 4 bytes at x -8000 of 16 bytes",
-    "shared[256 + i] = 1;": r"thread \d+: write at shared memory \+1\d\d\d of 1024 bytes",
-    "if (i == 5) p.x[0] = *static_cast<float *>(nullptr);": "thread 5: read at .* in no alloc",
+    "shared[256 + i] = 1;": r"a store of 4 bytes at shared memory \+1\d\d\d of 1024 bytes",
+    "if (i == 5) p.x[0] = *static_cast<float *>(nullptr);": "thread 5: a load .* in no allocation",
+    "if (i == 6) *reinterpret_cast<char *>(%d) = 1;": "thread 6: a store of 1 bytes at .* in no al",
+    "if (i == 7) p.x[0] = *reinterpret_cast<char *>(%d);": "thread 7: a load of 1 .* in no al",
     # Barriers
     "if (i < 16) ptx::warp_barrier(); ptx::barrier();": r"DEADLOCK\n(.*\n)*.*warp barrier",
     "\n  if (i < 32) ptx::barrier();\n  ptx::barrier();": "at the barrier of unit.cpp:",
@@ -34,9 +37,10 @@ FAULTS = {
 @pytest.mark.parametrize("body", FAULTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_names_the_line_and_the_thread(body: str, seed: int) -> None:
+    words, body = FAULTS[body], body.replace("%d", str(OURS.ctypes.data))
     lines = "|".join(str(TINY_LINE + i) for i in range(3))
     with numbers() as given:
-        with pytest.raises(cupyflash.KernelFault, match=FAULTS[body]) as caught:
+        with pytest.raises(cupyflash.KernelFault, match=words) as caught:
             given.run(body, seed)
         text = str(caught.value)
         assert text.startswith(f"tiny (seed {seed}): ")
@@ -44,3 +48,4 @@ def test_a_fault_names_the_line_and_the_thread(body: str, seed: int) -> None:
         right = "if (i < p.n) p.x[i] = shared[i];"
         assert given.run(right, seed).blocks == 1, "the next launch is as good as any"
         assert np.isnan(given.x).all(), "shared memory is NaN"
+    assert not OURS.any()

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ from .stats import Counters
 
 __all__ = ["Unit", "compiler", "runtime", "unit"]
 
-SCHEMA = 4  # of keys and entries: raise it when either changes its meaning
+SCHEMA = 5  # of keys and entries: raise it when either changes its meaning
 # -Og, and no search for the places of variables, which no report names: a unit runs nearly as fast
 # as with -O2 and is compiled in a third of the time.
 FLAGS = (
@@ -44,8 +45,11 @@ TWINS = Path(__file__).parent / "cpp"
 RUNTIME = "runtime.so"
 OWN = "_emulator"  # where they lie while g++ runs: reports leave out what is there
 LIBRARY = "library.so"
+INCLUDE = re.compile(r'#include "([^"]+)"')
+DIGEST = re.compile(r"(?<=cuda/ digest )[0-9a-f]{16}")  # in the first line of a rendered unit
 
 Files = dict[str, bytes]
+Sources = tuple[tuple[str, str], ...]  # names and texts
 
 _units: dict[str, "Unit"] = {}  # the loaded ones, by key; a library stays loaded
 
@@ -103,24 +107,48 @@ def runtime() -> ctypes.CDLL:
 
 
 def unit(launch: Launch) -> Unit:
-    """Return a launch's unit, compiled and loaded once for each content of the sources."""
-    cuda, own = _jit.sources(), twins()
-    key = _key(launch.unit, launch.symbol, *(_digest(tuple(x.items())) for x in (cuda, own)))
+    """Return a launch's unit, compiled and loaded once for each content of what it includes."""
+    own = twins()
+    text, cuda = _read_by(launch.unit, _kept(tuple(_jit.sources().items())))
+    key = _key(text, launch.symbol, *(_digest(tuple(x.items())) for x in (cuda, own)))
     if key not in _units:
         with _cache.thread_lock(("emulator", key)):
             if key not in _units:
-                _units[key] = _load(launch, key, cuda, own)
+                _units[key] = _load(launch.symbol, text, key, cuda, own)
     return _units[key]
 
 
-def _load(launch: Launch, key: str, cuda: dict[str, str], own: dict[str, str]) -> Unit:
+@functools.lru_cache(maxsize=64)
+def _read_by(text: str, sources: Sources) -> tuple[str, dict[str, str]]:
+    """Return a unit, with the digest of what it includes, and that by name: `ptx/` has its twins.
+
+    An edit of another kernel leaves both as they are.
+    """
+    there = dict(sources) | twins()
+    found: set[str] = set()
+    new = {text, twins()["emu.h"]}
+    while new:
+        names = set(INCLUDE.findall("".join(new))) & there.keys() - found
+        found |= names
+        new = {there[name] for name in names}
+    cuda = {name: there[name] for name in sorted(found - twins().keys())}
+    return DIGEST.sub(_digest(tuple(cuda.items()))[:16], text, count=1), cuda
+
+
+@functools.lru_cache(maxsize=4)  # most launches are of the sources of the one before
+def _kept(sources: Sources) -> Sources:
+    """Return the sources, always the same object where they are equal: other caches hold it."""
+    return sources
+
+
+def _load(symbol: str, text: str, key: str, cuda: dict[str, str], own: dict[str, str]) -> Unit:
     runtime()  # first: the unit needs the library by its name alone
-    files: Files = {"unit.cpp": f"{launch.unit}\nEMU_ENTRY({launch.symbol})\n".encode()}
+    files: Files = {"unit.cpp": f"{text}\nEMU_ENTRY({symbol})\n".encode()}
     files |= {f"cuda/{name}": text.encode() for name, text in cuda.items()}
     files |= {f"{OWN}/{name}": text.encode() for name, text in own.items()}
     files[RUNTIME] = _runtime().files[LIBRARY]
     options = (*WATCHED, "-I", f"./{OWN}", "-I", "./cuda", "-include", "emu.h")
-    name = f"emulated_{launch.symbol}-{key[:16]}"
+    name = f"emulated_{symbol}-{key[:16]}"
     made = _compiled(name, key, files, (*options, "unit.cpp", RUNTIME, "-lm", "-lc"))
     library = ctypes.CDLL(str(made.path / LIBRARY))
     library.emu_params_bytes.restype = ctypes.c_size_t
@@ -142,8 +170,8 @@ def _runtime() -> _cache.Entry:
     return _compiled(f"emulator-{key[:16]}", key, files, options)
 
 
-@functools.lru_cache(maxsize=4)  # most launches are of the sources of the one before
-def _digest(sources: tuple[tuple[str, str], ...]) -> str:
+@functools.lru_cache(maxsize=64)
+def _digest(sources: Sources) -> str:
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 

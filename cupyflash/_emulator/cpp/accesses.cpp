@@ -22,7 +22,8 @@ void seen(const void *address, size_t bytes, bool write) {
     } else {
       block.shadow.read(offset, bytes, {*self, access, {}});
     }
-  } else if (in_global(address, bytes, access)) {
+  } else if (write || !machine.constants.holds(address)) {
+    check_range(address, bytes, access, {});
     (write ? machine.stats.global_written_bytes : machine.stats.global_read_bytes) += bytes;
   }
 }

@@ -171,6 +171,7 @@ void launch(Index grid, unsigned block, unsigned shared_bytes, const void *param
   std::vector<Line> copy((params_bytes + 63) / 64);
   memcpy(copy.data(), params, params_bytes);
   machine.params = copy.data();
+  machine.constants = {machine.params, params_bytes, machine.kernel};
   machine.seed = seed;
   machine.random = {seed};
   machine.order = static_cast<Order>(seed % 4);

@@ -1,9 +1,11 @@
 // Guarded memory, the table of allocations, addresses of shared memory.
 #include "memory.h"
 
+#include <link.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <new>
@@ -88,6 +90,42 @@ uint32_t shared_address(const void *pointer, Loc loc) {
   return Shared::BASE + static_cast<uint32_t>(offset);
 }
 
+// The library that holds an address.
+struct Library {
+  uintptr_t address, begin, end;
+
+  static int look(dl_phdr_info *info, size_t, void *wanted) {
+    auto &self = *static_cast<Library *>(wanted);
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const auto &segment = info->dlpi_phdr[i];
+      if (segment.p_type != PT_LOAD) continue;
+      begin = std::min<uintptr_t>(begin, info->dlpi_addr + segment.p_vaddr);
+      end = std::max<uintptr_t>(end, info->dlpi_addr + segment.p_vaddr + segment.p_memsz);
+    }
+    if (self.address < begin || self.address >= end) return 0;
+    self.begin = begin, self.end = end;
+    return 1;
+  }
+};
+
+Constants::Constants(const void *params, size_t params_bytes, void (*kernel)(const void *)) {
+  const auto first = reinterpret_cast<uintptr_t>(params);
+  ranges_[0] = {first, first + params_bytes};
+  const uintptr_t inside[] = {reinterpret_cast<uintptr_t>(kernel), reinterpret_cast<uintptr_t>(&machine)};
+  for (int i = 0; i < 2; ++i) {
+    Library library{inside[i], 0, 0};
+    dl_iterate_phdr(Library::look, &library);
+    ranges_[1 + i] = {library.begin, library.end};
+  }
+}
+
+bool Constants::holds(const void *address) const {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  return std::any_of(ranges_, std::end(ranges_),
+                     [at](const Range &range) { return at >= range.begin && at < range.end; });
+}
+
 namespace {
 
 struct Allocation {
@@ -119,13 +157,6 @@ std::string describe_address(const void *address) {
     return offset_in("shared memory", machine.block->shared.memory, address);
   if (const Allocation *found = find(address)) return offset_in(found->name.c_str(), found->memory, address);
   return format("%p, which is in no allocation", address);
-}
-
-bool in_global(const void *address, size_t bytes, const char *access) {
-  const Allocation *found = find(address);
-  if (found && !found->memory.holds(address, bytes))
-    fail({}, "%s of %zu bytes at %s", access, bytes, describe_address(address).c_str());
-  return found;
 }
 
 void check_range(const void *address, size_t bytes, const char *instruction, Loc loc) {

@@ -46,11 +46,22 @@ struct Shared {
   unsigned char *at(uint32_t address, size_t bytes, size_t alignment, const char *instruction, Loc loc) const;
 };
 
+// What a kernel reads beside its memory: its Params, and what is constant in its unit and in the runtime.
+class Constants {
+ public:
+  Constants() = default;
+  Constants(const void *params, size_t params_bytes, void (*kernel)(const void *params));
+
+  bool holds(const void *address) const;
+
+ private:
+  struct Range {
+    uintptr_t begin, end;
+  } ranges_[3] = {};
+};
+
 // The allocation that an address is in or beside, as a sentence: "o + 51204 of 51200 bytes".
 std::string describe_address(const void *address);
-
-// Whether bytes lie in an allocation; fails when they lie beside one.
-bool in_global(const void *address, size_t bytes, const char *access);
 
 // Fails unless bytes of global memory lie in one allocation.
 void check_range(const void *address, size_t bytes, const char *instruction, Loc loc);

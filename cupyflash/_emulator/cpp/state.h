@@ -141,6 +141,7 @@ enum class Pace { LAZY, RANDOM, EAGER };            // of asynchronous operation
 struct Machine {
   void (*kernel)(const void *params);
   const void *params;
+  Constants constants;
   uint64_t seed;
   Random random;
   Order order;
