@@ -56,7 +56,8 @@ def facts(values: dict[str, Any]) -> Table:
 def grid(rows: list[dict[str, Any]], title: str | None = None) -> Table:
     """Return one row or more of the same fields as a table."""
     title = title and escape(title)
-    lines = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
+    style: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+    lines = Table(title=title, title_justify="left", **style)
     for name, value in rows[0].items():
         lines.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:

@@ -14,7 +14,7 @@ import pytest
 import rich.console
 from click.testing import CliRunner
 
-from cupyflash import __version__, _cache, _console
+from cupyflash import __version__, _cache, _console, _jit
 from cupyflash._bench import environment, sweep
 from cupyflash._bench.case import Case
 from cupyflash._bench.run import Group
@@ -276,6 +276,17 @@ def test_tables_of_kernels_fit_80_columns(words: list[str]) -> None:
     assert "…" not in done.stdout
     whole = r"window:128,128" if words[0] == "compile" else r"attention_fwd_sm80-[0-9a-f]{16}"
     assert re.search(whole, done.stdout)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_the_cache_of_every_kernel_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [f"{Path(name).stem}-{0:016x}" for name in _jit.sources() if name.endswith(".cu")]
+    used = _jit.Resources(255, 8, 8, 8, 0, 2.345, "13.5")
+    found = [_jit.Cubin(Path(name) / "kernel.cubin", "", "sm_120", "", used) for name in entries]
+    monkeypatch.setattr(_jit, "cache_entries", lambda: found)
+    done = run("cache", "list")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert [name for name in entries if name not in done.stdout] == []
 
 
 @pytest.mark.usefixtures("kernels")
