@@ -8,7 +8,7 @@ import dbias
 import numpy as np
 import pytest
 from cases import MODIFIERS, ROWWISE, Case, Modified
-from emulated import needs_compiler
+from emulated import SEEDS, needs_compiler
 from gradients import seeds_of
 from harness import same_bits
 from mutations import WRONG, Mutation
@@ -23,7 +23,6 @@ from cupyflash._emulator import build
 
 pytestmark = needs_compiler
 
-SEEDS = (0, 2, 3)
 HEADS = {"heads_q": 4, "heads_k": 2}
 BIASES = tuple(name for name in MODIFIERS if name.startswith("bias"))
 # Those that no case of test_emulated_backward has beside a bias.
