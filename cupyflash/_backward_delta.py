@@ -31,11 +31,11 @@ STAT_ROWS = 128  # sequences begin at multiples of it
 ADDED_ROWS = 16  # share a counter of what was added to their dQ
 THREADS = 256
 ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
-# Params: out, dout, lse, dlse, lse_log2, delta, dq, added; strides of out and dout (batch, row,
+# Params: out, dout, lse, dlse, stat_lse, delta, dq, added; strides of out and dout (batch, row,
 # head) and of dlse (batch, head, row); sizes.
 PARAMS = struct.Struct("<8Q9q6i")
 NAMES = ("out", "dout", "lse", "dlse")  # whose addresses come first
-SCRATCH = ("lse_log2", "delta", "dq", "added")  # and those that follow
+SCRATCH = ("stat_lse", "delta", "dq", "added")  # and those that follow
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def launch(
     operands: Operands,
     backward: Backward,
     *,
-    lse_log2: int,
+    lse: int,
     delta: int,
     dq: int | None = None,
     dq_columns: int = 0,
@@ -93,7 +93,7 @@ def launch(
         The call; the rows of ``out`` and ``dout`` allow accesses of ``problem.width`` bytes.
     backward : Backward
         Of which it reads out, dout, lse and dlse.
-    lse_log2, delta : int
+    lse, delta : int
         Where in the scratch the statistics go, in bytes: fp32, (stat_heads, stat_rows) each.
     dq : int, optional
         Where the accumulator is that becomes zeros: fp32, (stat_heads, stat_rows, dq_columns).
@@ -119,7 +119,7 @@ def launch(
         stat_rows(problem),
         dq_columns,
     )
-    scratch = zip(SCRATCH, (lse_log2, delta, dq, added), strict=True)
+    scratch = zip(SCRATCH, (lse, delta, dq, added), strict=True)
     names = (
         (name, 8 * i)
         for i, (name, x) in enumerate(zip(NAMES, arrays, strict=True))

@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass
 
 from . import _modifiers, _unit
-from ._backward_delta import stat_heads, stat_rows
+from ._backward_delta import ELEMENTS, stat_heads, stat_rows
 from ._launch import Launch
 from ._problem import Operands, Problem
 from ._problem_backward import Backward
@@ -14,24 +14,26 @@ __all__ = ["NAME", "Sinks", "config", "launch"]
 NAME = "attention_bwd_dsink"
 THREADS = 512
 WARPS = THREADS // 32
-PARAMS = struct.Struct("<3Q4i")  # lse_log2, delta, dsink; sizes
+PARAMS = struct.Struct("<3Q4i")  # lse, delta, dsink; sizes
 
 
 @dataclass(frozen=True)
 class Sinks:
     """``struct Config`` of attention_bwd_dsink."""
 
+    t: str
     sink: str
     params_bytes: int
 
 
 def config(problem: Problem) -> Sinks:
     """Return the configuration that the unit of a problem is rendered from."""
-    return Sinks(_modifiers.policies(problem).sink, PARAMS.size + _modifiers.SIZES["Sink"])
+    sink = _modifiers.policies(problem).sink
+    return Sinks(ELEMENTS[problem.dtype], sink, PARAMS.size + _modifiers.SIZES["Sink"])
 
 
 def launch(
-    problem: Problem, operands: Operands, backward: Backward, *, lse_log2: int, delta: int
+    problem: Problem, operands: Operands, backward: Backward, *, lse: int, delta: int
 ) -> Launch:
     """Return the launch of a problem.
 
@@ -39,7 +41,7 @@ def launch(
     ----------
     problem, operands, backward : Problem, Operands, Backward
         The call; its sink is there, and dsink is wanted.
-    lse_log2, delta : int
+    lse, delta : int
         Where the statistics are in the scratch, in bytes, see `_backward_delta.launch`.
     """
     assert backward.dsink is not None
@@ -62,5 +64,5 @@ def launch(
         shared_bytes=4 * WARPS,
         params=params + sink,
         places=(("dsink", 16), *places),
-        scratch=((0, lse_log2), (8, delta)),
+        scratch=((0, lse), (8, delta)),
     )

@@ -14,7 +14,7 @@ ALIGNMENT = 256  # bytes, of the parts of the scratch
 class Scratch:
     """Where the parts of a call's scratch are, in bytes."""
 
-    lse_log2: int
+    lse: int
     delta: int
     dq: int
     added: int | None

@@ -16,10 +16,10 @@ from ._tuning_bwd import BackwardSm80, backward_sm80
 __all__ = ["DTYPES", "NAME", "config", "refusal", "steps"]
 
 NAME = "attention_bwd_sm80"
-DTYPES: tuple[str, ...] = ("float16", "bfloat16")
+DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 MAX_BLOCKS = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
-# Params: the arrays, then lse_log2, delta, the sums of dq and the counters; 18 strides, 9 integers
-# and the scale, in units of log 2 and as it is; then those of policies.
+# Params: the arrays, then the lse, delta, the sums of dq and the counters; 18 strides, 9 integers
+# and the scale, in the units of the lse and as it is; then those of policies.
 PARAMS = struct.Struct("<10Q18q9i2f4x")
 ARRAYS = ("q", "k", "v", "dout", "dk", "dv")
 
@@ -65,7 +65,7 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
         problem,
         operands,
         backward,
-        lse_log2=scratch.lse_log2,
+        lse=scratch.lse,
         delta=scratch.delta,
         dq=scratch.dq,
         dq_columns=chosen.head_dim,
@@ -81,7 +81,7 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     )
     launches = [delta, _launch(problem, operands, backward, chosen, scratch), dq]
     if "dsink" in problem.wanted:
-        statistics = {"lse_log2": scratch.lse_log2, "delta": scratch.delta}
+        statistics = {"lse": scratch.lse, "delta": scratch.delta}
         launches.append(_backward_dsink.launch(problem, operands, backward, **statistics))
     size = scratch.size
     if "dbias" in problem.wanted:
@@ -115,11 +115,11 @@ def _launch(
         problem.head_dim_v,
         stat_rows(problem),
         _group(problem),
-        problem.scale * LOG2_E,
+        problem.scale * (1.0 if problem.dtype == "float32" else LOG2_E),
         problem.scale,
     )
     places = tuple((name, 8 * i) for i, name in enumerate(ARRAYS))
-    parts = (scratch.lse_log2, scratch.delta, scratch.dq, scratch.added)
+    parts = (scratch.lse, scratch.delta, scratch.dq, scratch.added)
     return Launch(
         unit=_unit.render(NAME, chosen),
         symbol=NAME,

@@ -36,7 +36,7 @@ MAPS = ("q", "dout", "k", "v", "dk", "dv")
 OFFSET = len(MAPS) * BYTES
 POLICIES_OFFSET = OFFSET + PARAMS.size
 POINTERS = ("dk", "dv")  # whose addresses come first
-SCRATCH = ("lse_log2", "delta", "dq")  # and those that follow
+SCRATCH = ("lse", "delta", "dq")  # and those that follow
 ROWS_STORED = 64  # of a copy of dk and dv
 L2_BYTES = 32 << 20  # what blocks under way may share
 FEW_BLOCKS = 4 * 132  # that an H200 runs in four turns
@@ -173,7 +173,7 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
         problem,
         operands,
         backward,
-        lse_log2=scratch.lse_log2,
+        lse=scratch.lse,
         delta=scratch.delta,
         dq=scratch.dq,
         dq_columns=chosen.head_dim,
@@ -183,7 +183,7 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     last = _convert(problem, operands, backward, chosen, scratch.dq)
     launches = [first, main, last]
     if "dsink" in problem.wanted:
-        statistics = {"lse_log2": scratch.lse_log2, "delta": scratch.delta}
+        statistics = {"lse": scratch.lse, "delta": scratch.delta}
         launches.append(_backward_dsink.launch(problem, operands, backward, **statistics))
     return Steps(scratch.size, tuple(launches))
 

@@ -26,7 +26,7 @@ class Tiles:
     warps_q: int  # warps along the queries of dQ; the others are along its columns
     ds_buffers: int  # tiles of dS in shared memory: two save a barrier
     min_blocks: int  # blocks that registers must leave room for; 0 leaves registers to ptxas
-    stages: int = 2  # tiles of Q and dO in shared memory; fp32 has one, and a landing
+    stages: int = 2  # tiles of Q and dO in shared memory: with two the next is on its way
     heavy: int = 0  # how much HEAVY there are registers for
 
     @property
@@ -116,21 +116,55 @@ HALF: Table = {
         Tiles(32, 32, 16, 16, 2, 2, 1, 1, stages=1, heavy=MANY),
     ),
 }
-# fp32 as three bfloat16 planes.
-SINGLE: Table = {}
+# fp32, as three bfloat16 planes: 16 x 16 pieces of P and dS, whose planes take three times the
+# registers.
+SINGLE: Table = {
+    16: (
+        Tiles(64, 64, 16, 16, 1, 4, 2, 2, heavy=MANY),
+        Tiles(64, 64, 16, 16, 1, 4, 2, 1, heavy=MANY),
+    ),
+    32: (
+        Tiles(32, 64, 16, 16, 1, 2, 2, 3, heavy=MANY),
+        Tiles(32, 64, 16, 16, 1, 2, 2, 1, heavy=MANY),
+    ),
+    64: (
+        Tiles(64, 32, 16, 16, 4, 2, 2, 2, heavy=MANY),
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, heavy=MANY),
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+    ),
+    96: (
+        Tiles(32, 32, 16, 16, 2, 2, 2, 2, heavy=MANY),
+        Tiles(32, 32, 16, 16, 2, 2, 2, 1, heavy=MANY),
+    ),
+    128: (
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, heavy=MANY),
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+        Tiles(64, 16, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+    ),
+    192: (
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+        Tiles(32, 32, 16, 16, 4, 2, 2, 1, heavy=MANY),
+        Tiles(32, 16, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+    ),
+    256: (
+        Tiles(64, 32, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+        Tiles(32, 32, 16, 16, 4, 2, 2, 1, stages=1, heavy=MANY),
+        Tiles(16, 16, 16, 16, 4, 1, 1, 1, stages=1, heavy=MANY),
+    ),
+}
 
 
 def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> int:
     """Return ``sizeof(Shared)`` of attention_bwd_sm80, of whose head dims these are the classes."""
-    itemsize, planes = (4, 3) if dtype == "float32" else (2, 1)
-    dims = head_dim + head_dim_v
-    rows = tiles.block_k + tiles.stages * tiles.block_q
-    exchanged = (tiles.ds_buffers + (tiles.sharers > 1)) * tiles.block_k * tiles.block_q
-    statistics = 4 * 4 * tiles.block_q
-    inputs = 2 * planes * (rows * dims + exchanged) + statistics
-    outputs = tiles.block_k * (dims * itemsize + 2 * 16)
+    itemsize, padding = (4, 4) if dtype == "float32" else (2, 0)  # elements of padding of a row
+    block_q, block_k = tiles.block_q, tiles.block_k
+    rows = block_k + tiles.stages * block_q
+    exchanged = (tiles.ds_buffers + (tiles.sharers > 1)) * block_k * (block_q + padding)
+    statistics = 4 * 4 * block_q
+    inputs = itemsize * (rows * (head_dim + head_dim_v + 2 * padding) + exchanged) + statistics
+    outputs = block_k * ((head_dim + head_dim_v) * itemsize + 2 * 16)
     surroundings = 48 + 4 * 12 + 4  # the place, four steps, the number of a block
-    return max(inputs, outputs) + -(-surroundings // 16) * 16 + 2 * 16
+    return max(inputs, outputs) + -(-surroundings // 16) * 16
 
 
 def backward_sm80(

@@ -22,7 +22,7 @@ NAME = _backward_dbias.NAME
 def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     """Make the statistics, then dbias; the other gradients are not written."""
     rows = 4 * _backward_delta.stat_heads(problem) * _backward_delta.stat_rows(problem)
-    statistics = _backward_delta.launch(problem, operands, backward, lse_log2=0, delta=rows)
+    statistics = _backward_delta.launch(problem, operands, backward, lse=0, delta=rows)
     scratch, launches = _backward_dbias.launches(
         problem, operands, backward, delta=rows, scratch_offset=2 * rows
     )

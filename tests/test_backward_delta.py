@@ -28,7 +28,7 @@ SEEDS = (0, 2)
 class Statistics(NamedTuple):
     """What the kernel writes, by head and stat row."""
 
-    lse_log2: np.ndarray
+    lse: np.ndarray
     delta: np.ndarray
     dq: np.ndarray
     added: np.ndarray
@@ -98,7 +98,7 @@ def run(case: Case, given: Inputs, seed: int, zeroes: bool = True) -> Statistics
             replace(problem, width=math.gcd(problem.width, widest(given.dout))),
             operands._replace(**read),
             SimpleNamespace(out=read["out"], dout=dout, lse=lse, dlse=dlse),
-            lse_log2=at[0],
+            lse=at[0],
             delta=at[1],
             dq=at[2] if zeroes else None,
             dq_columns=COLUMNS,
@@ -119,10 +119,11 @@ def widest(x: Strided) -> int:
 
 
 def expected(case: Case, given: Inputs) -> list[tuple[tuple[Any, ...], slice, np.ndarray, Any]]:
-    """Return, for each head of a sequence: its stat rows in use, lse_log2 and delta."""
+    """Return, for each head of a sequence: its stat rows in use, lse and delta."""
     packed = isinstance(case, Modified) and case.packed is not None
     used = hosted(case.options).get("seqused_q")
     found = []
+    scale = 1 if case.dtype == "float32" else math.log2(math.e)
     begin = 0
     lengths = case.lens_q if isinstance(case, Modified) else (case.len_q,) * case.batch
     for b, length in enumerate(lengths):
@@ -140,7 +141,7 @@ def expected(case: Case, given: Inputs) -> list[tuple[tuple[Any, ...], slice, np
             found.append((
                 head,
                 slice(first, first + len(lse)),
-                np.where(blind, np.inf, lse * math.log2(math.e)),
+                np.where(blind, np.inf, lse * scale),
                 np.where(blind, 0, delta),
             ))  # fmt: skip
         begin += length if packed else 0
@@ -151,14 +152,14 @@ def check(case: Case, *, zeroes: bool = True, dlse: bool = True, memory: Any = N
     given = inputs(case, memory or ("packed", "packed"), dlse)
     made = run(case, given, SEEDS[0], zeroes)
     inside = np.zeros(made.delta.shape, np.bool_)
-    for head, rows, lse_log2, delta in expected(case, given):
+    for head, rows, lse, delta in expected(case, given):
         assert not inside[head, rows].any()  # sequences share no row
         inside[head, rows] = True
         # A sum of so many products, each rounded once, and their sum in any order.
-        np.testing.assert_allclose(made.lse_log2[head, rows], lse_log2, rtol=2**-22)
+        np.testing.assert_allclose(made.lse[head, rows], lse, rtol=2**-22)
         terms = 2**-23 * (case.head_dim_v + 2) * 16
         np.testing.assert_allclose(made.delta[head, rows], delta, rtol=0, atol=terms)
-    assert (made.lse_log2[~inside] == np.inf).all()
+    assert (made.lse[~inside] == np.inf).all()
     assert (made.delta[~inside] == 0).all()
     if zeroes:
         assert not made.dq.any()
@@ -224,6 +225,4 @@ def test_huge_and_undefined_sums_stay_what_they_are() -> None:
     given.lse[0, 0] = np.nan, 3e38, -3e38, np.inf
     made = run(case, given, SEEDS[0])
     largest = np.finfo(np.float32).max
-    np.testing.assert_array_equal(
-        made.lse_log2[0, :4], np.float32([np.nan, largest, -largest, largest])
-    )
+    np.testing.assert_array_equal(made.lse[0, :4], np.float32([np.nan, largest, -largest, largest]))

@@ -253,10 +253,19 @@ def backward_gate() -> list[Any]:
         for arch, dim in itertools.product((80, 86, 90), HEAD_DIMS)
     ]
     plain += [(arch, "float16", (64, 64), ()) for arch in SHARED]
-    plain += [(90, "bfloat16", dims, ()) for dims in sorted(UNEQUAL)]
+    plain += [
+        (90, dtype, dims, ()) for dtype in ("bfloat16", "float32") for dims in sorted(UNEQUAL)
+    ]
+    plain += [(arch, "float32", (dim, dim), ()) for dim in HEAD_DIMS for arch in (80, 90)]
     names = [(name,) for name in MODIFIERS if name != "sink"] + [*PAIRS]
     some = [(next(archs), "bfloat16", (n, n), x) for n in (64, 128) for x in names]
-    every = [(arch, "float16", (n, n), ALL) for arch in (80, 86, 90) for n in HEAD_DIMS]
+    some += [(next(archs), "float32", (128, 128), x) for x in names]
+    every = [
+        (arch, dtype, (n, n), ALL)
+        for dtype in ("float16", "float32")
+        for arch in (80, 86, 90)
+        for n in HEAD_DIMS
+    ]
     changes = [{}, {}, {"deterministic": True}]
     calls = [
         (*call, options)

@@ -16,7 +16,7 @@ from cupyflash import _backward_sm80, _tuning
 pytestmark = needs_compiler
 
 KERNEL = _backward_sm80.NAME
-DTYPES = _backward_sm80.DTYPES
+HALVES = ("float16", "bfloat16")
 BANDS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
@@ -28,40 +28,58 @@ BANDS: tuple[dict[str, Any], ...] = (
 CLASSES = tuple(
     Case(140, 150, *dims, dtype, heads_q=2, heads_k=1, label="class", **BANDS[n % len(BANDS)])
     for n, dims in enumerate((*((dim, dim) for dim in _tuning.HEAD_DIMS), *_tuning.UNEQUAL))
-    for dtype in [DTYPES[n % len(DTYPES)]]
+    for dtype in [HALVES[n % len(HALVES)]]
+)
+# Of fp32 too, by architecture: with tiles for which some of the warps that share keys are too many
+# to make scores.
+SINGLES = (
+    *((90, replace(case, len_q=70, len_k=75, dtype="float32")) for case in CLASSES),
+    *((arch, Case(70, 75, n, n, "float32")) for arch, n in ((80, 192), (86, 128), (86, 256))),
 )
 # Head dims whose rows allow accesses of 2, 4 and 8 bytes only, and differ from one another.
 ODD_DIMS = tuple(
-    Case(33, 40, *dims, "float16", window_size=(20, 3), label="odd")
-    for dims in ((1, 1), (7, 5), (2, 6), (20, 12), (33, 40), (72, 104))
+    Case(33, 40, *dims, dtype, window_size=(20, 3), label="odd")
+    for dtype, several in (
+        ("float16", ((1, 1), (7, 5), (2, 6), (20, 12), (33, 40), (72, 104))),
+        ("float32", ((7, 5), (2, 6))),
+    )
+    for dims in several
 )
 LENGTHS = (1, 63, 64, 65, 129)
 SOME = {"heads_q": 2, "heads_k": 1}
 WORK = 700_000  # scores times head dims of a case that CI has the time for
 EDGE_CASES = tuple(
-    replace(case, dtype="float16")  # of one dtype, so that fewer units are compiled
+    # Of two dtypes, so that fewer units are compiled.
+    replace(case, dtype=case.dtype.replace("bfloat", "float"))
     for case in EDGES
-    if case.dtype in DTYPES
-    and case.batch * case.heads_q * case.len_q * case.len_k * case.head_dim <= 64 * WORK
+    if case.batch * case.heads_q * case.len_q * case.len_k * case.head_dim <= 64 * WORK
 )
 ROW_MEMORY = tuple(case for case in MEMORY if case.dtype == "float16")
 SCALES = tuple(
     Case(70, 70, 64, 64, "float16", causal=True, softmax_scale=scale, label="scale")
     for scale in (0.0, -0.3, 1e-42, 3.0)
 )
-# Modifiers alone, with 16-bit elements; sets of them on tiles that leave registers for them.
-HALVES = {"float32": "float16"}
-MODIFIED = tuple(
-    replace(case, dtype=HALVES.get(case.dtype, case.dtype)) for case in ALONE + VARLEN[:26]
+# Sums of many terms, whose roundings fp32 shows.
+LONG = (
+    Case(1500, 40, 16, 16, "float32", label="long"),
+    Case(40, 1500, 16, 16, "float32", label="long"),
+)
+# Modifiers alone, with 16-bit elements; sets of them, on tiles that leave registers for them.
+MODIFIED = VARLEN[:26] + tuple(
+    replace(case, dtype=case.dtype.replace("float32", "float16")) for case in ALONE
 )
 SETS = tuple(
     Modified(
-        *(97, 130, dim, dim, "float16"), batch=2, heads_q=4, heads_k=2, causal=True,
+        *(97, 130, dim, dim, dtype), batch=2, heads_q=4, heads_k=2, causal=True,
         modifiers=("softcap", "alibi", bias, "mask", "prefix", "sink", "dropout", "used_q"),
         label="set",
     )
-    for dim, bias in ((16, "bias_fp64"), (32, "bias"), (64, "bias_bf16"), (96, "bias_of_keys"),
-                      (128, "bias_fp16"), (192, "bias_columns_first"), (256, "bias_of_queries"))
+    for dtype, dim, bias in (
+        ("float16", 16, "bias_fp64"), ("float16", 32, "bias"), ("float16", 64, "bias_bf16"),
+        ("float16", 96, "bias_of_keys"), ("float16", 128, "bias_fp16"),
+        ("float16", 192, "bias_columns_first"), ("float16", 256, "bias_of_queries"),
+        ("float32", 128, "bias"),
+    )
 )  # fmt: skip
 
 
@@ -91,12 +109,17 @@ def test_every_class_of_head_dims(case: Case) -> None:
     check(case, SEEDS)
 
 
+@pytest.mark.parametrize(("arch", "case"), SINGLES, ids=lambda x: getattr(x, "id", None))
+def test_every_class_of_fp32(arch: int, case: Case) -> None:
+    check(case, SEEDS if arch == 80 else None, arch=arch)
+
+
 @pytest.mark.parametrize("case", ODD_DIMS, ids=lambda case: case.id)
 def test_odd_head_dims(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", EDGE_CASES + ROW_MEMORY + SCALES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EDGE_CASES + ROW_MEMORY + SCALES + LONG, ids=lambda case: case.id)
 def test_edge_case(case: Case) -> None:
     check(case)
 
@@ -129,6 +152,7 @@ DETERMINISTIC = (
         for band in (*BANDS, {"window_size": (0, 0)}, {"causal": True, "alignment": "top_left"})
     ),
     Case(140, 300, 128, 128, label="fixed", **SOME),
+    Case(70, 100, 64, 64, "float32", label="fixed", **SOME),
     Case(70, 200, 256, 256, label="fixed", causal=True, **SOME),
     Modified(200, 300, 64, 64, "float16", modifiers=("prefix", "mask"), batch=2, label="fixed"),
     Modified.varlen(((70, 290), (0, 30), (150, 140)), 64, 64, "float16", causal=True, **SOME),
@@ -151,10 +175,17 @@ def test_dq_is_summed_in_any_order_unless_asked() -> None:
 USED = {"seqused_q": np.array([70, 0, 130]), "seqused_k": np.array([100, 150, 0])}
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("modifiers", [{}, {"softcap": 2.0}], ids=str)
-def test_what_lies_beyond_the_lengths_reaches_nothing(dim: int, modifiers: dict[str, Any]) -> None:
-    case = Case(140, 150, dim, dim, "float16", batch=3, causal=True, **SOME)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "modifiers"),
+    [
+        *(("float16", dim, some) for dim in (64, 128) for some in ({}, {"softcap": 2.0})),
+        ("float32", 64, {}),
+    ],
+)
+def test_what_lies_beyond_the_lengths_reaches_nothing(
+    dtype: str, dim: int, modifiers: dict[str, Any]
+) -> None:
+    case = Case(140, 150, dim, dim, dtype, batch=3, causal=True, **SOME)
     q, k, v = (np.array(x.host) for x in case.arrays())
     dout, dlse = (np.array(x) for x in seeds_of(q, v))
     for b, (rows_q, rows_k) in enumerate(zip(*USED.values(), strict=True)):
@@ -185,6 +216,12 @@ def test_a_query_of_nan_reaches_the_values_that_it_sees_alone() -> None:
     assert nan[1][:71].all()
     assert not nan[1][128:].any()
     assert np.flatnonzero(nan[2]).tolist() == list(range(71))
+
+
+def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse() -> None:
+    """Of fp32, whose gradients show a rounding of the LSE."""
+    bias = 1e5 * np.random.default_rng(7).standard_normal((70, 90))
+    check(Case(70, 90, 64, 64, "float32"), attn_bias=bias.astype(np.float32))
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -1,7 +1,7 @@
 // What the backward pass needs to know of each row of O, before the kernels that compute gradients:
-// delta = rowsum(O * dO) - dLSE, so that dS = P * (dP - delta), and the LSE in units of log 2, so that
-// P = 2^(S log2(e) - lse_log2). Rows that see no key or are not in use have lse_log2 = +inf, which makes P = 0, and
-// delta = 0. The accumulator of dQ and the counters of what was added to it become zeros.
+// delta = rowsum(O * dO) - dLSE, so that dS = P * (dP - delta), and the LSE in the units of tile/stat_rows.cuh, of
+// which P is made. Rows that see no key or are not in use have an LSE of +inf, which makes P = 0, and delta = 0. The
+// accumulator of dQ and the counters of what was added to it become zeros.
 //
 // One block makes 128 rows of one head, LANES lanes a row. Rows are those of tile/stat_rows.cuh.
 //
@@ -27,7 +27,7 @@ struct Params {
   const Element *dout;               // likewise
   const float *lse;                  // [batch, heads_q, len_q], contiguous
   const float *dlse;                 // likewise, of any strides; may be null
-  float *lse_log2;                   // [heads, rows]: all batch entries' heads, those of packed sequences once
+  float *stat_lse;                   // [heads, rows]: all batch entries' heads, those of packed sequences once
   float *delta;                      // likewise
   float *dq;                         // [heads, rows, dq_columns]; may be null
   u32 *added;                        // [heads, rows / ADDED_ROWS], and one more; may be null
@@ -63,7 +63,7 @@ DEVICE float product(const Params &p, const Element *out, const Element *dout, i
 
 // Makes the statistics of row r of the sequence from the product of its O and dO.
 DEVICE void store(const Params &p, const StatBlock &block, i64 r, i64 stat_row, float sum) {
-  float lse_log2 = INFINITE, delta = 0.0f;
+  float stat_lse = INFINITE, delta = 0.0f;
   if (r >= 0 && r < block.q.length) {
     const i64 head = block.head;
     const float lse =
@@ -71,11 +71,11 @@ DEVICE void store(const Params &p, const StatBlock &block, i64 r, i64 stat_row, 
     const i64 at =
         start_of<Sequences>(block.q, block.batch, p.dlse_batch, p.dlse_row) + head * p.dlse_head + r * p.dlse_row;
     if (lse != -INFINITE) {
-      lse_log2 = ptx::max_nan(ptx::min_nan(lse * LOG2_E, LARGEST), -LARGEST);  // finite where the LSE is
+      stat_lse = ptx::max_nan(ptx::min_nan(lse * LSE_SCALE<T>, LARGEST), -LARGEST);  // finite where the LSE is
       delta = p.dlse ? sum - p.dlse[at] : sum;
     }
   }
-  p.lse_log2[stat_row] = lse_log2;
+  p.stat_lse[stat_row] = stat_lse;
   p.delta[stat_row] = delta;
 }
 

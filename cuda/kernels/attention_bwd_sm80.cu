@@ -1,15 +1,15 @@
 // dK, dV and the sum of dQ for any GPU with mma.sync and cp.async (sm_80 and newer), from the statistics that
 // attention_bwd_delta makes:
 //
-//   P = 2^(S log2(e) - lse_log2), S = modified and masked scale Q K^T      dP = dO V^T
+//   P = exp(S - LSE), S = modified and masked scale Q K^T      dP = dO V^T
 //   dV = P^T dO       dS = P * (dP - delta) * dS/dT       dK = scale dS^T Q       dQ = scale dS K
 //
 // One block owns BLOCK_K keys of one head of K and V. It walks the queries that see them, of all heads that share these
 // keys, BLOCK_Q at a time, with K and V in shared memory and dK and dV in registers; while a tile is computed, the next
 // one is on its way. All products but that of dQ are transposed: their rows are keys. SHARERS warps share WARP_K keys:
-// each makes P^T and dS^T for its part of the queries, then sums its columns of dK and dV over all of them. dS also
-// goes through shared memory to the product of dQ, one tile later, which is added to global memory. The schedule and
-// the measurements are in docs/kernels/attention_bwd_sm80.md.
+// each makes P^T and dS^T for its part of the queries, if it has one, then sums its columns of dK and dV over all. dS
+// also goes through shared memory to the product of dQ, one tile later, which is added to global memory. The schedule
+// and the measurements are in docs/kernels/attention_bwd_sm80.md.
 //
 // Reads Config: T, the policies Mask, Score, Dropout, Sink and Sequences, Order (of the sums of dQ), HEAD_DIM,
 // HEAD_DIM_V, BLOCK_Q, BLOCK_K, WARP_Q, WARP_K, SHARERS, WARPS_Q, STAGES, DS_BUFFERS, MIN_BLOCKS, WIDTH, DETERMINISTIC,
@@ -39,9 +39,12 @@ constexpr int HEAD_DIM = Config::HEAD_DIM, HEAD_DIM_V = Config::HEAD_DIM_V;
 constexpr int BLOCK_Q = Config::BLOCK_Q, BLOCK_K = Config::BLOCK_K, WARP_Q = Config::WARP_Q, WARP_K = Config::WARP_K;
 constexpr int SHARERS = Config::SHARERS, STAGES = Config::STAGES, WIDTH = Config::WIDTH;
 constexpr int GROUPS = BLOCK_K / WARP_K, WARPS = GROUPS * SHARERS, THREADS = WARPS * 32;
-constexpr int PART_Q = BLOCK_Q / SHARERS;  // the queries of which a warp makes P and dS, WARP_Q at a time
+// How many of the warps that share keys make P and dS, and of how many queries each, WARP_Q at a time.
+constexpr int MAKERS = SHARERS == 1 ? 1 : BLOCK_Q / WARP_Q, PART_Q = BLOCK_Q / MAKERS;
 constexpr int PART = HEAD_DIM / SHARERS, PART_V = HEAD_DIM_V / SHARERS;  // the columns of dK and dV that it sums
-constexpr int SUM_Q = BLOCK_Q / Config::WARPS_Q, SUM_D = HEAD_DIM * Config::WARPS_Q / WARPS;  // its share of dQ
+// Its share of dQ, and the columns that it makes at a time: the planes of fp32 leave no registers for more.
+constexpr int SUM_Q = BLOCK_Q / Config::WARPS_Q, SUM_D = HEAD_DIM * Config::WARPS_Q / WARPS;
+constexpr int SUM_STEP = T::PLANES == 1 ? SUM_D : SUM_D % 32 == 0 ? 32 : 16;
 
 struct Params {
   const Element *q;            // [batch, len_q, heads_q, head_dim]
@@ -50,7 +53,7 @@ struct Params {
   const Element *dout;         // [batch, len_q, heads_q, head_dim_v]
   Element *dk;                 // like k
   Element *dv;                 // like v
-  const float *lse_log2;       // [heads, rows] of tile/stat_rows.cuh
+  const float *lse;            // [heads, rows] of tile/stat_rows.cuh, and in its units
   const float *delta;          // likewise
   float *dq;                   // [heads, rows, HEAD_DIM], in that Order
   u32 *added;                  // [heads, rows / ADDED_ROWS] and the number of the next block; only if DETERMINISTIC
@@ -64,7 +67,7 @@ struct Params {
   int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM and HEAD_DIM_V
   int rows;                  // of a head among the statistics
   int group;                 // heads of keys that share the L2 cache, see Work
-  float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
+  float scale_lse, scale;    // softmax_scale in the units of the LSE, and softmax_scale
   alignas(8) Mask::Params mask;
   Score::Params score;
   Dropout::Params dropout;
@@ -72,36 +75,41 @@ struct Params {
   Sequences::Params sequences;
 };
 
-// fp32 is split into planes: tiles land one after the other, and go to the one slot from there.
-constexpr bool SPLIT = T::PLANES > 1;
 // dP is summed onto -delta, so that dS = P dP; fp32 subtracts delta from the sum, which tensor cores truncate.
-constexpr bool ONTO_DELTA = !SPLIT && !Dropout::DROPS;
+constexpr bool ONTO_DELTA = T::PLANES == 1 && !Dropout::DROPS;
+
+// fp32 elements are split into planes by the warps that read them: three planes of everything would not fit.
+template <class Type, int ROWS, int COLUMNS>
+struct StoredAs {
+  using Tile = Operand<Type, ROWS, COLUMNS>;
+};
+template <int ROWS, int COLUMNS>
+struct StoredAs<Float32, ROWS, COLUMNS> {
+  using Tile = RawOperand<Float32, ROWS, COLUMNS>;
+};
+template <int ROWS, int COLUMNS>
+using Stored = StoredAs<T, ROWS, COLUMNS>::Tile;
 
 struct Queries {
-  Operand<T, BLOCK_Q, HEAD_DIM> q;
-  Operand<T, BLOCK_Q, HEAD_DIM_V> dout;
+  Stored<BLOCK_Q, HEAD_DIM> q;
+  Stored<BLOCK_Q, HEAD_DIM_V> dout;
 };
 
 struct Statistics {
-  alignas(16) float lse_log2[BLOCK_Q], delta[BLOCK_Q];
+  alignas(16) float lse[BLOCK_Q], delta[BLOCK_Q];
 };
 
 struct Inputs {
-  Operand<T, BLOCK_K, HEAD_DIM> k;
-  Operand<T, BLOCK_K, HEAD_DIM_V> v;
+  Stored<BLOCK_K, HEAD_DIM> k;
+  Stored<BLOCK_K, HEAD_DIM_V> v;
   Queries queries[STAGES];
   Statistics statistics[2];
-  Operand<T, BLOCK_K, BLOCK_Q> ds[Config::DS_BUFFERS + (SHARERS > 1)];  // dS^T; P^T for the other sharers is the last
+  Stored<BLOCK_K, BLOCK_Q> ds[Config::DS_BUFFERS + (SHARERS > 1)];  // dS^T; P^T for the other sharers is the last
 };
 
 struct Outputs {
   Staging<T, BLOCK_K, HEAD_DIM> dk;
   Staging<T, BLOCK_K, HEAD_DIM_V> dv;
-};
-
-struct Landing {
-  Packet<16> q[!SPLIT ? 1 : PACKETS<THREADS, BLOCK_Q, HEAD_DIM>];
-  Packet<16> dout[!SPLIT ? 1 : PACKETS<THREADS, BLOCK_Q, HEAD_DIM_V>];
 };
 
 // A tile of queries, from q on, of one head; there is none when end <= q.
@@ -120,13 +128,13 @@ struct Shared {
   KeyPlace place;
   Step steps[4];  // of the walk: the one that is computed, one before it and two after
   u32 block;
-  Landing landing;
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
-static_assert(SHARERS == 1 || PART_Q == WARP_Q, "sharers make their part of the queries at once");
-static_assert(STAGES == 1 || (STAGES == 2 && !SPLIT), "fp32 has one slot, and a landing");
+static_assert(MAKERS <= SHARERS, "sharers make their part of the queries at once");
+static_assert(SUM_D % 16 == 0 && PART % 16 == 0 && PART_V % 16 == 0, "products are made of 16 columns");
+static_assert(STAGES == 1 || STAGES == 2, "the next tile is on its way while one is computed, or it is not");
 static_assert(STAT_ROWS % BLOCK_Q == 0 && BLOCK_Q % ADDED_ROWS == 0, "tiles of queries are aligned stat rows");
 static_assert(BLOCK_Q / 2 <= THREADS, "the threads load the statistics at once");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
@@ -173,17 +181,6 @@ DEVICE i64 stat_row_of(const Params &p, const KeyPlace &place, const Step &step)
   return stat_row<Sequences>(place.q, place.batch, step.head, p.heads_q, p.rows) + step.q;
 }
 
-// Starts the copies of a tile of `rows` rows.
-template <int ROWS, int COLUMNS>
-DEVICE void start(Operand<T, ROWS, COLUMNS> &slot, Packet<16> *landing, const Element *rows_at, i64 stride, int rows,
-                  int columns) {
-  if constexpr (SPLIT) {
-    land_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(landing, rows_at, stride, rows, columns, threadIdx.x);
-  } else {
-    load_rows<T, THREADS, WIDTH>(slot, rows_at, stride, rows, columns, threadIdx.x);
-  }
-}
-
 // Starts the copies of a tile of Q and dO and its statistics, the count-th of the walk.
 DEVICE void load(const Params &p, Shared &shared, const KeyPlace &place, const Step &step, int count) {
   const int rows = place.q.length - step.q;
@@ -191,41 +188,27 @@ DEVICE void load(const Params &p, Shared &shared, const KeyPlace &place, const S
   const Element *q = p.q + start_of<Sequences>(place.q, place.batch, p.q_batch, p.q_row) + step.head * p.q_head;
   const Element *dout =
       p.dout + start_of<Sequences>(place.q, place.batch, p.dout_batch, p.dout_row) + step.head * p.dout_head;
-  start(queries.q, shared.landing.q, q + step.q * p.q_row, p.q_row, rows, p.head_dim);
-  start(queries.dout, shared.landing.dout, dout + step.q * p.dout_row, p.dout_row, rows, p.head_dim_v);
+  const u32 thread = threadIdx.x;
+  load_rows<T, THREADS, WIDTH>(queries.q, q + step.q * p.q_row, p.q_row, rows, p.head_dim, thread);
+  load_rows<T, THREADS, WIDTH>(queries.dout, dout + step.q * p.dout_row, p.dout_row, rows, p.head_dim_v, thread);
   const int i = threadIdx.x % (BLOCK_Q / 4) * 4;
   Statistics &statistics = shared.in.statistics[count % 2];
   const i64 row = stat_row_of(p, place, step) + i;
   if (threadIdx.x < BLOCK_Q / 4) {
-    ptx::cp_async<16>(ptx::smem_address(&statistics.lse_log2[i]), p.lse_log2 + row, true);
+    ptx::cp_async<16>(ptx::smem_address(&statistics.lse[i]), p.lse + row, true);
   } else if (threadIdx.x < BLOCK_Q / 2) {
     ptx::cp_async<16>(ptx::smem_address(&statistics.delta[i]), p.delta + row, true);
   }
 }
 
-// Loads the block's keys, or values. fp32 lands where a tile of Q or dO will, as many rows at a time.
-template <int COLUMNS>
-DEVICE void load_keys(Operand<T, BLOCK_K, COLUMNS> &operand, Packet<16> *landing, const Element *rows_at, i64 stride,
-                      int rows, int columns) {
-  if constexpr (SPLIT) {
-    constexpr int ROWS = BLOCK_Q < BLOCK_K ? BLOCK_Q : BLOCK_K;
-    for (int r = 0; r < BLOCK_K; r += ROWS) {
-      land_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(landing, rows_at + r * stride, stride, rows - r, columns,
-                                                  threadIdx.x);
-      ptx::cp_async_wait_all();
-      split_rows<T, THREADS, ROWS>(operand, r, landing, threadIdx.x);
-    }
-  } else {
-    load_rows<T, THREADS, WIDTH>(operand, rows_at, stride, rows, columns, threadIdx.x);
-  }
-}
-
+// Starts the copies of the block's keys and values, and of the first tile of queries.
 DEVICE void begin(const Params &p, Shared &shared, const KeyPlace &place, const Step &first) {
   const Element *k = p.k + start_of<Sequences>(place.k, place.batch, p.k_batch, p.k_row) + place.head * p.k_head;
   const Element *v = p.v + start_of<Sequences>(place.k, place.batch, p.v_batch, p.v_row) + place.head * p.v_head;
   const int rows = place.k.length - place.k_begin;
-  load_keys(shared.in.k, shared.landing.q, k + place.k_begin * p.k_row, p.k_row, rows, p.head_dim);
-  load_keys(shared.in.v, shared.landing.dout, v + place.k_begin * p.v_row, p.v_row, rows, p.head_dim_v);
+  const u32 thread = threadIdx.x;
+  load_rows<T, THREADS, WIDTH>(shared.in.k, k + place.k_begin * p.k_row, p.k_row, rows, p.head_dim, thread);
+  load_rows<T, THREADS, WIDTH>(shared.in.v, v + place.k_begin * p.v_row, p.v_row, rows, p.head_dim_v, thread);
   load(p, shared, place, first, 0);
 }
 
@@ -245,11 +228,11 @@ DEVICE void weigh(Weights &weights, Weights &gradients, const Scores &s, const S
   const Kept<Dropout, WARP_K, WARP_Q> kept(dropout, piece.q, piece.k, lane);
 #pragma unroll
   for (int n = 0; n < WARP_Q / 8; ++n) {
-    float lse_log2[2], delta[2];
+    float lse[2], delta[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int column = piece.column + Scores::column(8 * n + j, lane);
-      lse_log2[j] = statistics.lse_log2[column], delta[j] = statistics.delta[column];
+      lse[j] = statistics.lse[column], delta[j] = statistics.delta[column];
     }
 #pragma unroll
     for (int m = 0; m < WARP_K / 16; ++m)
@@ -262,14 +245,14 @@ DEVICE void weigh(Weights &weights, Weights &gradients, const Scores &s, const S
           const int q = piece.q + Scores::column(8 * n + j, lane);
           float x = s.x[m][n][2 * half + j], slope = 1.0f;
           if constexpr (Score::IDENTITY) {
-            x = ptx::fma(x, p.scale_log2, -lse_log2[j]);
+            x = ptx::fma(x, p.scale_lse, -lse[j]);
           } else {
             x *= p.scale;
             slope = score.differentiate(x, q, k);
-            x = ptx::fma(x, LOG2_E, -lse_log2[j]);
+            x = ptx::fma(x, LSE_SCALE<T>, -lse[j]);
           }
           const bool seen = WHOLE || (q < place.q.length && k < place.k.length && mask.keep(q, k));
-          const float full = seen ? ptx::ex2(x) : 0.0f;
+          const float full = seen ? ptx::ex2(x * (LOG2_E / LSE_SCALE<T>)) : 0.0f;
           const bool keeps = kept.at(2 * m + half, 8 * n + j);
           float ds = dp.x[m][n][2 * half + j];
           if constexpr (!ONTO_DELTA) ds = (keeps ? ds * rescale(dropout) : 0.0f) - delta[j];
@@ -323,8 +306,9 @@ DEVICE void attend(SumK &dk, SumV &dv, const Params &p, Shared &shared, const Ke
   const Queries &queries = shared.in.queries[count % STAGES];
   auto &ds = shared.in.ds[count % Config::DS_BUFFERS];
   const int key = warp.group * WARP_K;
+  const bool makes = MAKERS == SHARERS || warp.sharer < MAKERS;
 #pragma unroll 1
-  for (int pass = 0; pass < PART_Q; pass += WARP_Q) {
+  for (int pass = 0; makes && pass < PART_Q; pass += WARP_Q) {
     const int column = warp.sharer * PART_Q + pass;
     const Piece piece{step.head, step.q + column, place.k_begin + key, column};
     Weights weights, gradients;
@@ -343,10 +327,10 @@ DEVICE void attend(SumK &dk, SumV &dv, const Params &p, Shared &shared, const Ke
         warp.lane);
   }
   if constexpr (SHARERS > 1) {
-    ptx::named_barrier_sync(1 + warp.group, SHARERS * 32);  // the other sharers have stored their parts
+    ptx::named_barrier_sync(1 + warp.group, SHARERS * 32);  // the other makers have stored their parts
 #pragma unroll 1
-    for (int other = 1; other < SHARERS; ++other) {
-      const int column = (warp.sharer + other) % SHARERS * PART_Q;
+    for (int other = makes ? 1 : 0; other < MAKERS; ++other) {
+      const int column = (warp.sharer + other) % MAKERS * PART_Q;
       gemm<WARP_Q>(
           dv,
           [&](Rows<T, WARP_K> &rows, int q) {
@@ -372,26 +356,29 @@ DEVICE u32 wait_for_earlier(const Params &p, const KeyPlace &place, const Step &
   return tile;
 }
 
-// Adds dS K of a tile of queries to dQ.
+// Adds dS K of a tile of queries to dQ, SUM_STEP columns at a time.
 DEVICE void sum_dq(const Params &p, Shared &shared, const KeyPlace &place, const Step &step, int count,
                    const Warp &warp) {
   const int row = warp.index % Config::WARPS_Q * SUM_Q, column = warp.index / Config::WARPS_Q * SUM_D;
   const auto &ds = shared.in.ds[count % Config::DS_BUFFERS];
-  Fragment<SUM_Q, SUM_D> dq;
-  dq.zero();
-  // dQ = dS K
-  gemm<BLOCK_K>(
-      dq, [&](Rows<T, SUM_Q> &rows, int k) { rows.load_transposed(ds, row, k, warp.lane); }, shared.in.k, 0, column,
-      warp.lane);
-  u32 earlier = 0;
-  if constexpr (Config::DETERMINISTIC) earlier = wait_for_earlier(p, place, step);
   float *sums = p.dq + (stat_row_of(p, place, step) + row) * HEAD_DIM;
+  u32 earlier = 0;
+#pragma unroll 1
+  for (int first = column; first < column + SUM_D; first += SUM_STEP) {
+    Fragment<SUM_Q, SUM_STEP> dq;
+    dq.zero();
+    // dQ = dS K
+    gemm<BLOCK_K>(
+        dq, [&](Rows<T, SUM_Q> &rows, int k) { rows.load_transposed(ds, row, k, warp.lane); }, shared.in.k, 0, first,
+        warp.lane);
+    if (Config::DETERMINISTIC && first == column) earlier = wait_for_earlier(p, place, step);
 #pragma unroll
-  for (int m = 0; m < SUM_Q / 16; ++m) {
-    if (step.q + row + 16 * m >= place.q.length) continue;
+    for (int m = 0; m < SUM_Q / 16; ++m) {
+      if (step.q + row + 16 * m >= place.q.length) continue;
 #pragma unroll
-    for (int n = 0; n < SUM_D / 8; ++n)
-      add<Order, HEAD_DIM>(sums + 16 * m * HEAD_DIM, column / 8 + n, dq.x[m][n], warp.lane);
+      for (int n = 0; n < SUM_STEP / 8; ++n)
+        add<Order, HEAD_DIM>(sums + 16 * m * HEAD_DIM, first / 8 + n, dq.x[m][n], warp.lane);
+    }
   }
   if constexpr (Config::DETERMINISTIC) {
     ptx::barrier();  // every thread has added
@@ -461,18 +448,13 @@ DEVICE void walk(SumK &dk, SumV &dv, const Params &p, Shared &shared) {
   int count = 0;
   for (;; ++count) {
     const Warp warp;
-    if constexpr (!SPLIT && STAGES == 1) {
+    if constexpr (STAGES == 1) {
       ptx::barrier();  // every warp has read the slot
       if (count > 0) load(p, shared, place, step(count), count);
     }
     ptx::cp_async_wait_all();
     ptx::barrier();  // every thread's part of the tile has landed; every warp has read the slot to be filled next
-    if constexpr (SPLIT) {
-      split_rows<T, THREADS, BLOCK_Q>(shared.in.queries[0].q, 0, shared.landing.q, threadIdx.x);
-      split_rows<T, THREADS, BLOCK_Q>(shared.in.queries[0].dout, 0, shared.landing.dout, threadIdx.x);
-      ptx::barrier();  // every thread's part is split
-    }
-    if (step(count + 1).there() && (SPLIT || STAGES == 2)) load(p, shared, place, step(count + 1), count + 1);
+    if (step(count + 1).there() && STAGES == 2) load(p, shared, place, step(count + 1), count + 1);
     if (threadIdx.x == 0) {
       Step next = step(count + 1);
       advance(next, p, place);

@@ -52,6 +52,17 @@ struct Rows {
       for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows(a[i][m], row + 16 * m, column, lane);
   }
 
+  template <int R, int C>
+  DEVICE void load(const RawOperand<T, R, C> &operand, int row, int column, u32 lane) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *pair = &operand.at(row + 16 * m + i % 2 * 8 + lane / 4, column + i / 2 * 8 + lane % 4 * 2);
+        put(m, i, pair[0], pair[1]);
+      }
+  }
+
   // Rows of A are columns [row, row + M) of the tile.
   template <int R, int C>
   DEVICE void load_transposed(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
@@ -59,6 +70,17 @@ struct Rows {
     for (int i = 0; i < T::PLANES; ++i)
 #pragma unroll
       for (int m = 0; m < M / 16; ++m) operand.plane[i].load_rows_trans(a[i][m], column, row + 16 * m, lane);
+  }
+
+  template <int R, int C>
+  DEVICE void load_transposed(const RawOperand<T, R, C> &operand, int row, int column, u32 lane) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 r = column + i / 2 * 8 + lane % 4 * 2, c = row + 16 * m + i % 2 * 8 + lane / 4;
+        put(m, i, operand.at(r, c), operand.at(r + 1, c));
+      }
   }
 
   // Two neighbours in a row: register i of the 16 x 16 piece m.
@@ -79,6 +101,24 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           operand.plane[k].pair(row + 16 * m + i % 2 * 8 + lane / 4, column + i / 2 * 8 + lane % 4 * 2) = a[k][m][i];
+  }
+
+  // The sum of the planes is what was split.
+  template <int R, int C>
+  DEVICE void store(RawOperand<T, R, C> &operand, int row, int column, u32 lane) const {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float low = 0.0f, high = 0.0f;
+#pragma unroll
+        for (int k = T::PLANES - 1; k >= 0; --k) {
+          low += ptx::bits_float(a[k][m][i] << 16);
+          high += ptx::bits_float(a[k][m][i] & 0xffff0000u);
+        }
+        float *pair = &operand.at(row + 16 * m + i % 2 * 8 + lane / 4, column + i / 2 * 8 + lane % 4 * 2);
+        pair[0] = low, pair[1] = high;
+      }
   }
 
   // Columns [column, column + 16) of an accumulator of weights: its layout is that of the A operand.
@@ -110,6 +150,17 @@ struct Columns {
     }
   }
 
+  template <int R, int C>
+  DEVICE void load_transposed(const RawOperand<T, R, C> &operand, int row, int column, u32 lane) {
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float *pair = &operand.at(row + 8 * piece + lane / 4, column + 8 * half + lane % 4 * 2);
+        put(piece, half, pair[0], pair[1]);
+      }
+  }
+
   // Columns of B are columns [column, column + 16) of the tile, as in P V.
   template <int R, int C>
   DEVICE void load(const Operand<T, R, C> &operand, int row, int column, u32 lane) {
@@ -119,6 +170,25 @@ struct Columns {
       operand.plane[i].load_columns_trans(quarter, row, column, lane);
       b[i][0][0] = quarter[0], b[i][0][1] = quarter[1], b[i][1][0] = quarter[2], b[i][1][1] = quarter[3];
     }
+  }
+
+  template <int R, int C>
+  DEVICE void load(const RawOperand<T, R, C> &operand, int row, int column, u32 lane) {
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 r = row + 8 * half + lane % 4 * 2, c = column + 8 * piece + lane / 4;
+        put(piece, half, operand.at(r, c), operand.at(r + 1, c));
+      }
+  }
+
+ private:
+  DEVICE void put(int piece, int half, float low, float high) {
+    u32 planes[T::PLANES];
+    split<T>(low, high, planes);
+#pragma unroll
+    for (int i = 0; i < T::PLANES; ++i) b[i][piece][half] = planes[i];
   }
 };
 
@@ -151,6 +221,17 @@ DEVICE void multiply(Fragment<M, N> &high, Fragment<M, N> &low, int column, cons
 // infinite: clamped, they leave the leading part, which is infinite or NaN itself, as it is.
 DEVICE float joined(float high, float low) { return high + fminf(fmaxf(low, -LARGEST), LARGEST); }
 
+// Columns [column, column + W) of D += those two parts.
+template <int M, int N, int W>
+DEVICE void add_joined(Fragment<M, N> &d, int column, const Fragment<M, W> &high, const Fragment<M, W> &low) {
+#pragma unroll
+  for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+    for (int n = 0; n < W / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d.x[m][column / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
+}
+
 // D += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns [column,
 // column + 16) of A.
 template <class T, int M, int N, int R, int C, class Left>
@@ -180,6 +261,27 @@ DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b
   }
 }
 
+// The same for elements that are split on the way, of which more than two steps at once would find no registers. Each
+// step is summed apart and added to D by a rounded addition, as in gemm.
+template <class T, int M, int N, int R, int C, class Left>
+DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const RawOperand<T, R, C> &b, int row, u32 lane) {
+#pragma unroll C / 16 < 2 ? C / 16 : 2
+  for (int column = 0; column < C; column += 16) {
+    Rows<T, M> left;
+    a(left, column, lane);
+    Fragment<M, N> high, low;
+    high.zero();
+    low.zero();
+#pragma unroll
+    for (int n = 0; n < N; n += 16) {
+      Columns<T> right[1];
+      right[0].load_transposed(b, row + n, column, lane);
+      multiply(high, low, n, left, right);
+    }
+    add_joined(d, 0, high, low);
+  }
+}
+
 // S = Q K^T, with q as gemm_transposed takes it.
 template <class T, int M, int N, int D, class Queries>
 DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32 lane) {
@@ -190,8 +292,8 @@ DEVICE void gemm_qk(Fragment<M, N> &s, Queries q, const Operand<T, N, D> &k, u32
 // D += A B, for rows [row, row + DEPTH) and columns [column, column + N) of the tile B. a(rows, k) provides the A
 // operand of columns [k, k + 16) of A, each once and in order. Tensor cores truncate as they accumulate: fp32 sums each
 // call apart and adds it to D by a rounded addition.
-template <int DEPTH, class T, int M, int N, int R, int C, class Left>
-DEVICE void gemm(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, int column, u32 lane) {
+template <int DEPTH, class T, int M, int N, int R, int C, class Left, template <class, int, int> class Right>
+DEVICE void gemm(Fragment<M, N> &d, Left a, const Right<T, R, C> &b, int row, int column, u32 lane) {
   if constexpr (T::PLANES == 1) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 16) {
@@ -221,12 +323,7 @@ DEVICE void gemm(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, 
         for (int g = 0; g < G; ++g) right[g].load(b, row + k, column + first + 16 * g, lane);
         multiply(high, low, 0, left[k / 16], right);
       }
-#pragma unroll
-      for (int m = 0; m < M / 16; ++m)
-#pragma unroll
-        for (int n = 0; n < 2 * G; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) d.x[m][first / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
+      add_joined(d, first, high, low);
     }
   }
 }

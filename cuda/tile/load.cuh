@@ -83,6 +83,16 @@ DEVICE void load_rows(Operand<T, ROWS, COLUMNS> &operand, const typename T::Stor
   copy_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(to, source, stride, rows, columns, thread);
 }
 
+// fp32 elements that stay as they are, likewise.
+template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>
+DEVICE void load_rows(RawOperand<T, ROWS, COLUMNS> &operand, const typename T::Storage *source, i64 stride, int rows,
+                      int columns, u32 thread) {
+  const auto to = [&](u32 row, u32 chunk, int, int byte) {
+    return operand.bytes() + RawOperand<T, ROWS, COLUMNS>::offset(row, chunk) + byte;
+  };
+  copy_rows<T, THREADS, WIDTH, ROWS, COLUMNS>(to, source, stride, rows, columns, thread);
+}
+
 // fp32 elements land, to be split into planes by the thread that copied them. Its packets are THREADS apart whatever
 // tile lands, so that it may copy again while others still split.
 template <class T, int THREADS, int WIDTH, int ROWS, int COLUMNS>

@@ -68,3 +68,16 @@ template <class T, int ROWS, int COLUMNS>
 struct Operand {
   Tile<ROWS, COLUMNS> plane[T::PLANES];
 };
+
+// The operand of a product whose fp32 elements lie as they are, and are split into planes where a fragment is made of
+// them. Four columns of padding put the rows that a fragment's columns are read from into different banks.
+template <class T, int ROWS, int COLUMNS>
+struct RawOperand {
+  static constexpr int PITCH = COLUMNS + 4;
+  alignas(16) float data[ROWS * PITCH];
+
+  DEVICE unsigned char *bytes() { return reinterpret_cast<unsigned char *>(data); }
+  DEVICE static constexpr u32 offset(u32 row, u32 chunk) { return (row * PITCH + chunk * 8) * 4; }
+  DEVICE float &at(u32 row, u32 column) { return data[row * PITCH + column]; }
+  DEVICE const float &at(u32 row, u32 column) const { return data[row * PITCH + column]; }
+};
