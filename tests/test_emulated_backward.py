@@ -89,7 +89,7 @@ def seed_of(case: Case) -> int:
 
 
 def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> None:
-    """Hold the gradients of the first seed against the oracle; others have the bits of dK, dV."""
+    """Hold the gradients of the first seed against the oracle; others have the bits but dQ's."""
     seeds = seeds or (seed_of(case),)
     with kept_scratch() as scratch:
         first, *others = (emulated(KERNEL, case, seed, **options) for seed in seeds)
@@ -98,6 +98,7 @@ def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> N
     for other in others:
         assert same_bits(first.dk, other.dk)
         assert same_bits(first.dv, other.dv)
+        assert first.dbias is None or same_bits(first.dbias, other.dbias)
         if options.get("deterministic"):
             assert same_bits(first.dq, other.dq)
     if options.get("deterministic"):
@@ -154,9 +155,12 @@ DETERMINISTIC = (
     Case(140, 300, 128, 128, label="fixed", **SOME),
     Case(70, 100, 64, 64, "float32", label="fixed", **SOME),
     Case(70, 200, 256, 256, label="fixed", causal=True, **SOME),
-    Modified(200, 300, 64, 64, "float16", modifiers=("prefix", "mask"), batch=2, label="fixed"),
+    Modified(
+        200, 300, 64, 64, "float16", batch=2, label="fixed",
+        modifiers=("prefix", "mask", "bias_bf16"),
+    ),
     Modified.varlen(((70, 290), (0, 30), (150, 140)), 64, 64, "float16", causal=True, **SOME),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
