@@ -96,6 +96,8 @@ _TABLE: tuple[tuple[str, Case, Features], ...] = (
     ("all at once, packed", Case("fp16", 3, 200,  200, 4, 2,  64,  64, "window:150,3",
                                 lengths=(200, 120, 65)),
         ("scale", "softcap", "alibi", "bias", "mask", "segments", "sink", "seqused", "dropout")),
+    ("all at once",        Case("fp32", 2,  130,  150, 4, 2,  64,  64, "window:99,3"),
+        ("scale", "softcap", "alibi", "bias", "mask", "prefix", "sink", "seqused", "dropout")),
     ("throughput",         Case("fp32", 1, 1024, 1024, 8, 8,  64,  64, "full"),       ()),
     ("throughput",         Case("bf16", 1, 1024, 1024, 8, 8, 128, 128, "causal"),     ()),
 )

@@ -834,13 +834,18 @@ def test_the_environment_says_what_results_depend_on() -> None:
     json.dumps(env)
 
 
-def test_suites_hold_the_rows_that_the_bars_are_set_on() -> None:
-    bf16, fp32 = suites.suites()["generic"]
+@pytest.mark.parametrize(
+    ("suite", "kernel"),
+    [("generic", "attention_fwd_sm80"), ("backward-generic", "attention_bwd_sm80")],
+)
+def test_suites_hold_the_rows_that_the_bars_are_set_on(suite: str, kernel: str) -> None:
+    bf16, fp32 = suites.suites()[suite]
     assert {(c.head_dim, c.len_q, c.mask) for c in bf16.cases} == {
         (d, s, m) for d in (64, 128) for s in (1024, 8192) for m in ("full", "causal")
     }
     for group in (bf16, fp32):
-        assert group.kernel == "attention_fwd_sm80"
+        assert group.kernel == kernel
+        assert group.backward == (suite != "generic")
         for case in group.cases:
             assert case.batch * case.len_q == 16384
             assert case.heads_q * case.head_dim == 2048

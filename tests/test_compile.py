@@ -256,7 +256,7 @@ def backward_gate() -> list[Any]:
     plain += [
         (90, dtype, dims, ()) for dtype in ("bfloat16", "float32") for dims in sorted(UNEQUAL)
     ]
-    plain += [(arch, "float32", (dim, dim), ()) for dim in HEAD_DIMS for arch in (80, 90)]
+    plain += [(90, "float32", (dim, dim), ()) for dim in HEAD_DIMS]
     names = [(name,) for name in MODIFIERS if name != "sink"] + [*PAIRS]
     some = [(next(archs), "bfloat16", (n, n), x) for n in (64, 128) for x in names]
     some += [(next(archs), "float32", (128, 128), x) for x in names]

@@ -24,6 +24,7 @@ EFFORTS = {
     "modifiers": Effort(rounds=7, budget_s=0.025),
     "varlen": Effort(rounds=7, budget_s=0.025),
     "backward": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
+    "backward-generic": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
 }
 
 
@@ -74,6 +75,15 @@ def backward() -> tuple[Group, ...]:
     bf16 = dense("bf16", (64, 128, 256), LENGTHS)
     cases = (*bf16, *long("bf16", 16, 2, 128, 128))
     return (Group(cases, peers("fa4", "cudnn", "fa2"), backward=True),)
+
+
+def backward_generic() -> tuple[Group, ...]:
+    """Return what the generic kernel of gradients, forced, is held to: what runs everywhere too."""
+    sm80 = "attention_bwd_sm80"
+    return (
+        Group(dense("bf16"), peers("fa2"), kernel=sm80, backward=True),
+        Group(dense("fp32"), peers("efficient"), kernel=sm80, backward=True),
+    )
 
 
 def modifiers() -> tuple[Group, ...]:
@@ -180,6 +190,7 @@ def suites() -> dict[str, tuple[Group, ...]]:
         ),
         "hopper": hopper(),
         "backward": backward(),
+        "backward-generic": backward_generic(),
         "modifiers": modifiers(),
         "varlen": varlen(),
         # What a warm call costs: the problem is so small that Python is all of it.
