@@ -22,6 +22,7 @@ __all__ = [
     "Delta",
     "config",
     "launch",
+    "natural",
     "stat_heads",
     "stat_rows",
 ]
@@ -45,6 +46,7 @@ class Delta:
     t: str
     sequences: str
     head_dim_v: int
+    natural: bool
     width: int  # bytes of an access to global memory
     params_bytes: int
 
@@ -61,6 +63,14 @@ def stat_heads(problem: Problem) -> int:
     return problem.heads_q * (1 if problem.packed else problem.batch)
 
 
+def natural(problem: Problem) -> bool:
+    """Return whether the LSE is kept as it is and not in units of log 2.
+
+    There it is rounded once more, which shows in fp32, and where a bias makes scores large.
+    """
+    return problem.dtype == "float32" or _modifiers.policies(problem).score != "Identity"
+
+
 def config(problem: Problem) -> Delta:
     """Return the configuration that the unit of a problem is rendered from."""
     sequences = _modifiers.policies(problem).sequences
@@ -69,6 +79,7 @@ def config(problem: Problem) -> Delta:
         t=ELEMENTS[problem.dtype],
         sequences=sequences,
         head_dim_v=min(size for size in HEAD_DIMS if size >= problem.head_dim_v),
+        natural=natural(problem),
         width=math.gcd(problem.width, problem.head_dim_v * itemsize),
         params_bytes=PARAMS.size + _modifiers.SIZES[sequences],
     )

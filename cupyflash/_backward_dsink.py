@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass
 
 from . import _modifiers, _unit
-from ._backward_delta import ELEMENTS, stat_heads, stat_rows
+from ._backward_delta import natural, stat_heads, stat_rows
 from ._launch import Launch
 from ._problem import Operands, Problem
 from ._problem_backward import Backward
@@ -21,15 +21,15 @@ PARAMS = struct.Struct("<3Q4i")  # lse, delta, dsink; sizes
 class Sinks:
     """``struct Config`` of attention_bwd_dsink."""
 
-    t: str
     sink: str
+    natural: bool
     params_bytes: int
 
 
 def config(problem: Problem) -> Sinks:
     """Return the configuration that the unit of a problem is rendered from."""
     sink = _modifiers.policies(problem).sink
-    return Sinks(ELEMENTS[problem.dtype], sink, PARAMS.size + _modifiers.SIZES["Sink"])
+    return Sinks(sink, natural(problem), PARAMS.size + _modifiers.SIZES["Sink"])
 
 
 def launch(

@@ -4,7 +4,7 @@ import struct
 
 from . import _backward_dbias, _backward_delta, _backward_dq, _backward_dsink, _modifiers, _unit
 from ._array import ITEMSIZES
-from ._backward_delta import stat_heads, stat_rows
+from ._backward_delta import natural, stat_heads, stat_rows
 from ._backward_shared import Scratch, key_tiles, without_sink
 from ._forward import MAX_HEAD_DIM, refuse_dtype, refuse_lengths
 from ._launch import LOG2_E, Launch, Steps
@@ -53,6 +53,7 @@ def config(problem: Problem) -> BackwardSm80:
         policies=policies,
         width=problem.width,
         deterministic=problem.deterministic and not problem.empty,
+        natural=natural(problem),
         params_bytes=PARAMS.size + policies.params_bytes,
     )
 
@@ -115,7 +116,7 @@ def _launch(
         problem.head_dim_v,
         stat_rows(problem),
         _group(problem),
-        problem.scale * (1.0 if problem.dtype == "float32" else LOG2_E),
+        problem.scale * (1.0 if chosen.natural else LOG2_E),
         problem.scale,
     )
     places = tuple((name, 8 * i) for i, name in enumerate(ARRAYS))

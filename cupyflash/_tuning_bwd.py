@@ -59,6 +59,7 @@ class BackwardSm80:
     min_blocks: int
     width: int  # bytes of an access to global memory
     deterministic: bool
+    natural: bool  # LSE
     params_bytes: int
     smem_bytes: int
 
@@ -176,6 +177,7 @@ def backward_sm80(
     policies: Policies,
     width: int,
     deterministic: bool,
+    natural: bool,
     params_bytes: int,
 ) -> BackwardSm80:
     """Return the configuration of attention_bwd_sm80.
@@ -194,6 +196,8 @@ def backward_sm80(
         Bytes of the widest access that pointers and strides allow.
     deterministic : bool
         Whether dQ is summed in a fixed order.
+    natural : bool
+        Whether the LSE is as it was given and not in units of log 2.
     params_bytes : int
         Bytes of Params.
     """
@@ -231,6 +235,7 @@ def backward_sm80(
         min_blocks=tiles.min_blocks,
         width=math.gcd(width, head_dim * itemsize, head_dim_v * itemsize),
         deterministic=deterministic,
+        natural=natural,
         params_bytes=params_bytes,
         smem_bytes=sizes[tiles],
     )

@@ -222,10 +222,10 @@ def test_a_query_of_nan_reaches_the_values_that_it_sees_alone() -> None:
     assert np.flatnonzero(nan[2]).tolist() == list(range(71))
 
 
-def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse() -> None:
-    """Of fp32, whose gradients show a rounding of the LSE."""
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse(dtype: str) -> None:
     bias = 1e5 * np.random.default_rng(7).standard_normal((70, 90))
-    check(Case(70, 90, 64, 64, "float32"), attn_bias=bias.astype(np.float32))
+    check(Case(70, 90, 64, 64, dtype), attn_bias=bias.astype(np.float32))
 
 
 @pytest.mark.parametrize("group", [1, 3])

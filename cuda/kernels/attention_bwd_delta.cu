@@ -5,7 +5,7 @@
 //
 // One block makes 128 rows of one head, LANES lanes a row. Rows are those of tile/stat_rows.cuh.
 //
-// Reads Config: T, Sequences, HEAD_DIM_V, WIDTH, PARAMS_BYTES.
+// Reads Config: T, Sequences, HEAD_DIM_V, NATURAL, WIDTH, PARAMS_BYTES.
 #include "ptx/math.cuh"
 #include "tile/load.cuh"
 #include "tile/place.cuh"
@@ -71,7 +71,8 @@ DEVICE void store(const Params &p, const StatBlock &block, i64 r, i64 stat_row, 
     const i64 at =
         start_of<Sequences>(block.q, block.batch, p.dlse_batch, p.dlse_row) + head * p.dlse_head + r * p.dlse_row;
     if (lse != -INFINITE) {
-      stat_lse = ptx::max_nan(ptx::min_nan(lse * LSE_SCALE<T>, LARGEST), -LARGEST);  // finite where the LSE is
+      const float scaled = lse * LSE_SCALE<Config::NATURAL>;
+      stat_lse = ptx::max_nan(ptx::min_nan(scaled, LARGEST), -LARGEST);  // finite where the LSE is
       delta = p.dlse ? sum - p.dlse[at] : sum;
     }
   }

@@ -1,7 +1,7 @@
 // dsink = -sum exp(sink - LSE) delta over the rows of all batch entries, for each head of queries. One block sums one
 // head in an order of its own, always the same.
 //
-// Reads Config: T, Sink, PARAMS_BYTES.
+// Reads Config: Sink, NATURAL, PARAMS_BYTES.
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"
 #include "tile/load.cuh"
@@ -11,7 +11,7 @@
 namespace sinks {
 
 using Sink = Config::Sink;
-constexpr float SCALE = LSE_SCALE<Config::T>;
+constexpr float SCALE = LSE_SCALE<Config::NATURAL>;
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 struct Params {

@@ -13,7 +13,7 @@
 //
 // Reads Config: T, the policies Mask, Score, Dropout, Sink and Sequences, Order (of the sums of dQ), HEAD_DIM,
 // HEAD_DIM_V, BLOCK_Q, BLOCK_K, WARP_Q, WARP_K, SHARERS, WARPS_Q, STAGES, DS_BUFFERS, MIN_BLOCKS, WIDTH, DETERMINISTIC,
-// PARAMS_BYTES, SMEM_BYTES.
+// NATURAL (of the LSE), PARAMS_BYTES, SMEM_BYTES.
 #include "masks/mask.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/group.cuh"
@@ -249,10 +249,10 @@ DEVICE void weigh(Weights &weights, Weights &gradients, const Scores &s, const S
           } else {
             x *= p.scale;
             slope = score.differentiate(x, q, k);
-            x = ptx::fma(x, LSE_SCALE<T>, -lse[j]);
+            x = ptx::fma(x, LSE_SCALE<Config::NATURAL>, -lse[j]);
           }
           const bool seen = WHOLE || (q < place.q.length && k < place.k.length && mask.keep(q, k));
-          const float full = seen ? ptx::ex2(x * (LOG2_E / LSE_SCALE<T>)) : 0.0f;
+          const float full = seen ? ptx::ex2(x * (LOG2_E / LSE_SCALE<Config::NATURAL>)) : 0.0f;
           const bool keeps = kept.at(2 * m + half, 8 * n + j);
           float ds = dp.x[m][n][2 * half + j];
           if constexpr (!ONTO_DELTA) ds = (keeps ? ds * rescale(dropout) : 0.0f) - delta[j];

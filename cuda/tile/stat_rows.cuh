@@ -3,16 +3,15 @@
 // padding of the sequence's own.
 #pragma once
 #include "tile/sequences.cuh"
-#include "tile/types.cuh"
 #include "tile/work.cuh"
 
 constexpr int STAT_ROWS = 128;
 constexpr int ADDED_ROWS = 16;  // share a counter of what was added to their dQ
 
-// The LSE among the statistics is in units of log 2, P = 2^(S log2(e) - LSE); that of fp32 is as it was given, P =
-// 2^((S - LSE) log2(e)), so that the weight of a key that is alone in its row is 1 whatever the LSE.
-template <class T>
-constexpr float LSE_SCALE = T::PLANES > 1 ? 1.0f : LOG2_E;
+// The LSE among the statistics is in units of log 2, P = 2^(S log2(e) - LSE), or NATURAL: as it was given, P = 2^((S -
+// LSE) log2(e)). Then the weight of a key that is alone in its row is 1 whatever the LSE.
+template <bool NATURAL>
+constexpr float LSE_SCALE = NATURAL ? 1.0f : LOG2_E;
 
 // The first row of packed sequence b, which begins at row `begin` of the arrays, among those of a head. Padding of a
 // whole block for each sequence keeps them apart wherever they begin.
