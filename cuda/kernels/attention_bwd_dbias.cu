@@ -282,11 +282,11 @@ DEVICE void turn(const Params &p, Shared &shared, int i, int chunk, u32 slot) {
   }
 }
 
-// d += the product of a slot's rows that are this warp's and its columns.
-DEVICE void gemm_slot(Scores &d, const Slot &slot, u32 lane) {
+// d + low += the product of a slot's rows that are this warp's and its columns.
+DEVICE void gemm_slot(Scores &d, Scores &low, const Slot &slot, u32 lane) {
   const int row = warp() * WARP_Q;
   const auto rows = [&](Rows<T, WARP_Q> &a, int column, u32 lane) { a.load(slot.rows, row, column, lane); };
-  gemm_transposed(d, rows, slot.columns, 0, lane);
+  gather_transposed(d, low, rows, slot.columns, 0, lane);
 }
 
 // Scores in units of the natural logarithm; those of pairs that are hidden, or of rows not in use, are -inf.
@@ -411,24 +411,28 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
   const int of_scores = chunks_of(p.head_dim), of_both = of_scores + chunks_of(p.head_dim_v);
   for (int i = 0; shared.step[i % RING].exists(); ++i) {
     const Step &step = shared.step[i % RING];
-    // S = Q K^T, modified and masked
-    Scores s;
+    // S = Q K^T, with the bits that it has in the forward kernel of these instructions, modified and masked
+    Scores s, low;
     s.zero();
+    low.zero();
 #pragma unroll 1
     for (int chunk = 0; chunk < of_scores; ++chunk, next()) {
       turn(p, shared, i, chunk, slot);
       if (chunk == 0 && warp() == i % Config::WARPS) prepare(p, shared, i + 2, ptx::lane());
-      gemm_slot(s, shared.slot[slot], ptx::lane());
+      gemm_slot(s, low, shared.slot[slot], ptx::lane());
     }
+    join<T>(s, low);
     modify(s, p, step, ptx::lane());
     // dP = dO V^T
     Scores dp;
     dp.zero();
+    low.zero();
 #pragma unroll 1
     for (int chunk = of_scores; chunk < of_both; ++chunk, next()) {
       turn(p, shared, i, chunk, slot);
-      gemm_slot(dp, shared.slot[slot], ptx::lane());
+      gemm_slot(dp, low, shared.slot[slot], ptx::lane());
     }
+    join<T>(dp, low);
     // dS = P (dP - delta)
     add(sum, s, dp, p, step, shared.statistics[i % 2], ptx::lane());
   }

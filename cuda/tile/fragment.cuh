@@ -232,13 +232,26 @@ DEVICE void add_joined(Fragment<M, N> &d, int column, const Fragment<M, W> &high
       for (int i = 0; i < 4; ++i) d.x[m][column / 8 + n][i] += joined(high.x[m][n][i], low.x[m][n][i]);
 }
 
-// D += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns [column,
-// column + 16) of A.
+// D, the leading part of a product, += the lesser one.
+template <class T, int M, int N>
+DEVICE void join(Fragment<M, N> &d, const Fragment<M, N> &low) {
+  if constexpr (T::PLANES > 1) {
+#pragma unroll
+    for (int m = 0; m < M / 16; ++m)
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d.x[m][n][i] = joined(d.x[m][n][i], low.x[m][n][i]);
+  }
+}
+
+// D + low += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns
+// [column, column + 16) of A. The parts stay apart, to be joined: the columns of several calls have the sum, to the
+// last bit, that they have in one.
 template <class T, int M, int N, int R, int C, class Left>
-DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, u32 lane) {
+DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const Operand<T, R, C> &b, int row,
+                              u32 lane) {
   constexpr int G = GROUP<T, M, N>;
-  Fragment<M, N> low;
-  low.zero();
 #pragma unroll
   for (int column = 0; column < C; column += 16) {
     Rows<T, M> left;
@@ -251,14 +264,15 @@ DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b
       multiply(d, low, n, left, right);
     }
   }
-  if constexpr (T::PLANES > 1) {
-#pragma unroll
-    for (int m = 0; m < M / 16; ++m)
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) d.x[m][n][i] = joined(d.x[m][n][i], low.x[m][n][i]);
-  }
+}
+
+// D += A B^T, likewise.
+template <class T, int M, int N, int R, int C, class Left>
+DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, u32 lane) {
+  Fragment<M, N> low;
+  low.zero();
+  gather_transposed(d, low, a, b, row, lane);
+  join<T>(d, low);
 }
 
 // The same for elements that are split on the way, of which more than two steps at once would find no registers. Each
