@@ -52,7 +52,7 @@ test-frameworks: $(VENV)/.stamp-test $(VENV)/.stamp-frameworks  ## the adapters'
 # Every fourth seed copies as late as it may, and 36 are all orders, paces and numbers of blocks.
 test-nightly: $(VENV)/.stamp-test  ## the emulator's tests with more seeds, and under AddressSanitizer and ThreadSanitizer
 	CUPYFLASH_EMULATOR_SEEDS=$${CUPYFLASH_EMULATOR_SEEDS:-48} $(PYTEST) -m 'nightly or not gpu' --timeout 3600 \
-		tests/test_emula*.py tests/test_mutations.py tests/test_check_emulated.py
+		tests/test_emula*.py tests/test_mutations.py tests/test_check_emulated.py tests/test_backward_sm90.py
 
 lint: $(VENV)/.stamp-lint  ## ruff, mypy, clang-format, typos
 	$(BIN)/ruff check .

@@ -8,7 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from . import _check, _emulator, _forward_sm90, _kernels, _tuning_sm90
+from . import (
+    _backward_sm80,
+    _backward_sm90,
+    _check,
+    _emulator,
+    _forward_sm90,
+    _kernels,
+    _tuning_sm90,
+)
 from ._array import ITEMSIZES
 from ._bench.case import Case
 from ._kernels import Kernel
@@ -19,6 +27,8 @@ ARCH = 90  # the compute capability that the emulator stands for
 SEED = 0
 # The options that leave tiles as the case alone has them.
 PLAIN = {"causal", "window_size", "alignment", "softmax_scale", *DESCALES}
+COPIED = 4  # bytes of the narrowest access that is an asynchronous copy
+STATISTICS_BYTES = 8  # of a query: its LSE and delta in fp32
 UNCOUNTED: dict[str, int | None] = {"tiles_loaded": None, "tiles_skipped": None}
 COLUMNS = {  # what is shown of an `Outcome.moved`
     "tiles_loaded": "tiles loaded",
@@ -53,17 +63,22 @@ def measure(case: Case, inputs: _check.Inputs, kernel: Kernel) -> dict[str, Any]
         fields = _check.judge(inputs, kernel, host(call()))
     stats = sum(session.stats.values(), _emulator.Stats())  # of all launches of a backward call
     counters = dataclasses.asdict(stats) | {"products": stats.mma + stats.wgmma}
-    plain = inputs.options.keys() <= PLAIN and kernel.op == "forward"
-    counts = tiles(case, kernel, stats) if plain else UNCOUNTED
+    counts = UNCOUNTED
+    if inputs.options.keys() <= PLAIN:
+        count = tiles if kernel.op == "forward" else tiles_of_queries
+        counts = count(case, kernel, session.stats)
     return fields | {"moved": counts | counters}
 
 
-def tiles(case: Case, kernel: Kernel, stats: _emulator.Stats) -> dict[str, int | None]:
+def tiles(
+    case: Case, kernel: Kernel, launched: dict[str, _emulator.Stats]
+) -> dict[str, int | None]:
     """Return how many tiles of keys (each with its values) were loaded, and how many were skipped.
 
     A tile is loaded whole, zeros past the ends of the arrays included. What goes by plain loads
     (elements of an odd alignment) is not counted: then the numbers are None.
     """
+    stats = launched[kernel.name]
     problem, *_ = case.request(ARCH)
     assert kernel.config is not None
     config = kernel.config(problem)
@@ -82,6 +97,37 @@ def tiles(case: Case, kernel: Kernel, stats: _emulator.Stats) -> dict[str, int |
         return UNCOUNTED
     loaded = (stats.tiles_loaded_bytes - queries) // (config.block_k * sum(sizes))
     every = heads * len(walks) * -(-problem.len_k // config.block_k)
+    return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}
+
+
+def tiles_of_queries(
+    case: Case, kernel: Kernel, launched: dict[str, _emulator.Stats]
+) -> dict[str, int | None]:
+    """Return the same of a backward kernel, of tiles of queries, each with what dO and LSE it has.
+
+    Its blocks own keys. The generic kernel loads those that some query sees, the Hopper kernel all.
+    """
+    hopper = kernel.name == _backward_sm90.NAME
+    if not hopper and kernel.name != _backward_sm80.NAME:
+        return UNCOUNTED
+    names = (kernel.name, *[_backward_sm90.WIDE] * hopper)
+    stats = sum((launched[name] for name in names if name in launched), _emulator.Stats())
+    problem, *_ = case.request(ARCH)
+    assert kernel.config is not None
+    config = kernel.config(problem)
+    if not hopper and config.width < COPIED:
+        return UNCOUNTED
+    dims = 2 * config.head_dim if hopper else config.head_dim + config.head_dim_v
+    row = ITEMSIZES[problem.dtype] * dims
+    blocks = -(-problem.len_k // config.block_k)
+    walks = [
+        problem.band.keys(q, q + 1, problem.len_q, problem.len_k) for q in range(problem.len_q)
+    ]
+    seen = {k // config.block_k for begin, end in walks for k in range(begin, end)}
+    owned = problem.batch * problem.heads_k * (blocks if hopper else len(seen))
+    left = stats.tiles_loaded_bytes - owned * config.block_k * row
+    loaded = left // (config.block_q * (row + STATISTICS_BYTES))
+    every = problem.batch * problem.heads_q * blocks * -(-problem.len_q // config.block_q)
     return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}
 
 

@@ -1,8 +1,8 @@
-"""Emulated kernels under AddressSanitizer, in a process of its own: ``addresses.py {clean,fault}``.
+"""Emulated kernels under AddressSanitizer, in a process of its own: ``addresses.py WHAT``.
 
-``clean`` runs problems with several seeds and holds them against the oracle; ``fault`` writes past
-an array of a thread, to see whether the sanitizer looks. Its library has to be loaded before
-Python's: LD_PRELOAD says so to this process, not to those that it starts.
+``attend`` and ``differentiate KERNEL`` run problems with several seeds and hold them against the
+oracle; ``fault`` writes past an array of a thread, to see whether the sanitizer looks. Its library
+has to be loaded before Python's: LD_PRELOAD says so to this process, not to those that it starts.
 """
 
 import os
@@ -10,16 +10,31 @@ import sys
 
 del os.environ["LD_PRELOAD"]
 
+import gradients
+import mutations_bwd_sm80
+import mutations_bwd_sm90
 from cases import SMOKE
 from emulated import check, numbers
 
+from cupyflash import _backward_sm80, _backward_sm90
 from cupyflash._emulator import build
 
 SEEDS = tuple(range(0, 12, 2))
 HOPPER = SMOKE[:2]  # which its own kernel takes
+BACKWARD = {
+    _backward_sm80.NAME: mutations_bwd_sm80.PROBLEMS,
+    _backward_sm90.NAME: mutations_bwd_sm90.PROBLEMS,
+}
 
 
-def clean() -> None:
+def differentiate(kernel: str) -> None:
+    for name, case in BACKWARD[kernel].items():
+        for seed in SEEDS:
+            gradients.judge_case(case, gradients.emulated(kernel, case, seed))
+        print(name)
+
+
+def attend() -> None:
     for case in SMOKE:
         check(*case.arrays(), seeds=SEEDS, **case.options)
         print(case.id)
@@ -35,4 +50,4 @@ def fault() -> None:
 
 if __name__ == "__main__":
     build.WATCHED = ("-fsanitize=address",)  # of units; the runtime stays plain
-    {"clean": clean, "fault": fault}[sys.argv[1]]()
+    {"attend": attend, "differentiate": differentiate, "fault": fault}[sys.argv[1]](*sys.argv[2:])

@@ -1,10 +1,10 @@
-"""Emulated kernels under ThreadSanitizer, in a process of its own: ``races.py clean`` or a fault.
+"""Emulated kernels under ThreadSanitizer, in a process of its own: ``races.py WHAT``.
 
-``clean`` runs problems of the generic kernel and kernels of a few lines, and prints which. ``fault
-NAME FOLDER`` runs the problem of a mutation, planted in a copy of the sources in that folder, and
-``unordered NAME`` a kernel of a few lines without what orders it. The sanitizer writes what it
-finds to stderr. Its library has to be loaded before Python's: LD_PRELOAD says so to this process,
-not to those that it starts.
+``clean KERNEL`` runs problems of a generic kernel, ``clean tiny`` kernels of a few lines, and
+prints which. ``fault KERNEL NAME FOLDER`` runs the problem of a mutation, planted in a copy of the
+sources in that folder, and ``unordered NAME`` a kernel of a few lines without what orders it. The
+sanitizer writes what it finds to stderr. Its library has to be loaded before Python's: LD_PRELOAD
+says so to this process, not to those that it starts.
 """
 
 import os
@@ -13,16 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import mutations
-from cases import SMOKE
+import gradients
+from cases import SMOKE, Case
 from emulated import numbers, run, tiny
-from test_mutations import planted
+from harness import GPU_KERNEL
+from test_mutations import SUITES, planted
 
 import cupyflash
-from cupyflash import _emulator
+from cupyflash import _backward_sm80, _emulator
 
 SEEDS = (0, 1, 3)  # threads at random, first in first out, by rank of their warps
-PROBLEMS = {case.id: case for case in SMOKE} | mutations.PROBLEMS
+KERNELS = (GPU_KERNEL, _backward_sm80.NAME)
+PROBLEMS: dict[str, dict[str, Case]] = {
+    kernel: {case.id: case for case in SMOKE if not suite.backward} | suite.faults.PROBLEMS
+    for kernel, suite in SUITES.items()
+    if kernel in KERNELS
+}
 THREADS = 64  # of a block of a tiny kernel
 
 
@@ -77,13 +83,23 @@ def run_tiny(order: Order, by: str) -> None:
         _emulator.run(replace(launch, unit=headers + launch.unit), seed=0)
 
 
-def clean() -> None:
-    for name, order in ORDERS.items():
-        run_tiny(order, order.by)
-        print(name)
-    for name, case in PROBLEMS.items():
+def compute(kernel: str, problem: str, seed: int) -> None:
+    suite, case = SUITES[kernel], PROBLEMS[kernel][problem]
+    if suite.backward:
+        gradients.emulated(kernel, case, seed, **suite.faults.OPTIONS.get(problem, {}))
+    else:
+        run(*case.arrays(), kernel=kernel, seed=seed, **case.options)
+
+
+def clean(kernel: str) -> None:
+    if kernel == "tiny":
+        for name, order in ORDERS.items():
+            run_tiny(order, order.by)
+            print(name)
+        return
+    for name in PROBLEMS[kernel]:
         for seed in SEEDS:
-            run(*case.arrays(), seed=seed, **case.options)
+            compute(kernel, name, seed)
         print(name)
 
 
@@ -91,13 +107,12 @@ def unordered(name: str) -> None:
     run_tiny(ORDERS[name], ORDERS[name].not_by)
 
 
-def fault(name: str, folder: str) -> None:
-    (mutation,) = (m for m in mutations.ALL if m.name == name)
+def fault(kernel: str, name: str, folder: str) -> None:
+    (mutation,) = (m for m in SUITES[kernel].faults.ALL if m.name == name)
     os.environ["CUPYFLASH_CUDA_DIR"] = str(planted(mutation, Path(folder)))
-    case = mutations.PROBLEMS[mutation.problem]
     for seed in SEEDS:
         try:
-            run(*case.arrays(), seed=seed, **case.options)
+            compute(kernel, mutation.problem, seed)
         except cupyflash.KernelFault as fault:
             print(fault)
 

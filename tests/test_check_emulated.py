@@ -73,6 +73,23 @@ def test_what_the_hopper_kernel_moved_is_counted() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kernel", ["attention_bwd_sm80", "attention_bwd_sm90"])
+def test_what_the_backward_kernels_moved_is_counted(kernel: str) -> None:
+    done = run("--json", kernel=kernel)
+    assert done.exit_code == 0, done.output
+    full, causal, odd, double, packed = (o["moved"] for o in json.loads(done.stdout)["outcomes"])
+    generic = kernel == "attention_bwd_sm80"
+    # Tiles of queries and of keys: 64 and 128 of the generic kernel, 128 and 128 on Hopper.
+    assert (full["tiles_loaded"], full["tiles_skipped"]) == ((12 if generic else 8), 0)
+    assert (causal["tiles_loaded"], causal["tiles_skipped"]) == ((6, 2) if generic else (3, 1))
+    assert full["launches"] == 3
+    assert full["mma" if generic else "wgmma"] == full["products"] > causal["products"] > 0
+    assert double is None
+    assert odd is None if not generic else odd["tiles_loaded"] is None, "it goes by plain loads"
+    assert packed["tiles_loaded"] is None, "lengths decide them"
+
+
+@needs_compiler
 def test_the_table_shows_tiles_bytes_and_products() -> None:
     done = run()
     assert done.exit_code == 0, done.output

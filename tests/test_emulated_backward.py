@@ -83,6 +83,10 @@ SETS = tuple(
 )  # fmt: skip
 
 
+# Scores so far below 0 that a key past the last would have an infinite weight.
+LOW = Case(40, 1, 16, 16, "float16", heads_q=2, heads_k=2, softmax_scale=9.0, label="low")
+
+
 def seed_of(case: Case) -> int:
     """Spread the seeds over cases that run with one of them."""
     return SEEDS[sum(case.id.encode()) % len(SEEDS)]
@@ -120,7 +124,9 @@ def test_odd_head_dims(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", EDGE_CASES + ROW_MEMORY + SCALES + LONG, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [*EDGE_CASES, *ROW_MEMORY, *SCALES, *LONG, LOW], ids=lambda case: case.id
+)
 def test_edge_case(case: Case) -> None:
     check(case)
 
@@ -226,6 +232,27 @@ def test_a_query_of_nan_reaches_the_values_that_it_sees_alone() -> None:
 def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse(dtype: str) -> None:
     bias = 1e5 * np.random.default_rng(7).standard_normal((70, 90))
     check(Case(70, 90, 64, 64, dtype), attn_bias=bias.astype(np.float32))
+
+
+def test_a_value_of_nan_reaches_no_query_that_does_not_see_it() -> None:
+    case = Case(140, 100, 64, 64, "float16", causal=True, alignment="top_left")
+    q, k, v = (np.array(x.host) for x in case.arrays())
+    dout, dlse = seeds_of(q, v)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **case.options)
+    found = []
+    for value in (v[0, 70], np.nan):
+        v[0, 70] = value
+        with cupyflash.emulate(seed=2):
+            found.append(
+                cupyflash.attention_backward(
+                    dout, q, k, v, out, lse, dlse=dlse, kernel=KERNEL, **case.options
+                )
+            )
+    right, other = found
+    assert same_bits(right.dq[:, :70], other.dq[:, :70])
+    assert np.isnan(other.dq[:, 70:]).all()
+    assert same_bits(np.delete(right.dk, 70, axis=1), np.delete(other.dk, 70, axis=1))
+    assert same_bits(right.dv, other.dv)
 
 
 @pytest.mark.parametrize("group", [1, 3])

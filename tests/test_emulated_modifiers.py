@@ -20,9 +20,13 @@ pytestmark = needs_compiler
 ARCH = 80
 LOWEST = float(np.finfo(np.float32).min)
 HEADS = {"heads_q": 4, "heads_k": 2}
+# And one whose array ends with the element of an even column.
 ALONE = tuple(
-    Modified(39, 70, 16, 16, "float16", 2, **HEADS, causal=True, modifiers=(name,), label="alone")
-    for name in MODIFIERS
+    Modified(39, len_k, 16, 16, "float16", 2, **HEADS, causal=True, modifiers=(name,), label=label)
+    for len_k, name, label in (
+        *((70, name, "alone") for name in MODIFIERS),
+        (71, "bias_of_odd_rows", "odd"),
+    )
 )
 
 
@@ -58,7 +62,7 @@ def inputs(*shape: int, len_k: int = 70, dtype: Any = np.float16) -> list[np.nda
     return [rng.standard_normal(s).astype(dtype) for s in shapes]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.modifiers[0])
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: f"{case.label}-{case.modifiers[0]}")
 def test_each_alone(case: Modified) -> None:
     check(*case.arrays(), arch=ARCH, seeds=(0, 2), **case.options)
 

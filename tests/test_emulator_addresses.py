@@ -1,10 +1,16 @@
 """Emulated kernels under AddressSanitizer: what guard pages cannot see, arrays of one thread."""
 
+import mutations_bwd_sm80
+import mutations_bwd_sm90
 import pytest
 from cases import SMOKE
 from emulated import needs_compiler, sanitized
 
 pytestmark = [pytest.mark.nightly, needs_compiler]
+BACKWARD = {
+    "attention_bwd_sm80": mutations_bwd_sm80.PROBLEMS,
+    "attention_bwd_sm90": mutations_bwd_sm90.PROBLEMS,
+}
 # Python leaks, and the emulator has handlers of its own. A fiber has no fake stack.
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=0:handle_sigfpe=0"
@@ -19,8 +25,16 @@ def test_an_index_past_an_array_of_a_thread_is_seen() -> None:
 
 
 @pytest.mark.timeout(1000)
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_gradients_are_clean(kernel: str) -> None:
+    child = sanitized("libasan.so", "addresses.py", "differentiate", kernel, **OPTIONS)
+    assert child.returncode == 0, child.stdout[-5000:]
+    assert child.stdout.splitlines() == list(BACKWARD[kernel])
+
+
+@pytest.mark.timeout(1000)
 def test_the_smoke_cases_are_clean() -> None:
-    child = sanitized("libasan.so", "addresses.py", "clean", **OPTIONS)
+    child = sanitized("libasan.so", "addresses.py", "attend", **OPTIONS)
     assert child.returncode == 0, child.stdout[-5000:]
     for case in SMOKE:
         assert case.id in child.stdout
