@@ -1,9 +1,9 @@
-"""What the backward kernels moved and multiplied on the emulator, against formulas.
+"""What the Hopper and the backward kernels moved and multiplied on the emulator, by formulas.
 
 Which pairs are seen is asked of the definition of a band, pair by pair.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import test_emulated_backward
 from cases import Case
 from emulated import needs_compiler
 from gradients import seeds_of
+from harness import HOPPER
 
 import cupyflash
 from cupyflash._backward_delta import ADDED_ROWS, STAT_ROWS
@@ -60,6 +61,41 @@ def walked(case: Case, block_q: int, block_k: int, piece_q: int, piece_k: int) -
         by_head = np.array([len(tiles), rows, granules, pieces]) * case.heads_q
         found += [keys * case.heads_k, bool(tiles) * case.heads_k, *by_head]
     return Walked(*map(int, found * case.batch))
+
+
+BANDS: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True}, {"window_size": (70, 20)}, {"causal": True, "alignment": "top_left"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_hopper_forward_kernel(dim: int, band: dict[str, Any]) -> None:
+    case = Case(251, 300, dim, dim, "float16", heads_q=2, heads_k=1, **band)
+    q, k, v = (x.host for x in case.arrays())
+    with cupyflash.emulate() as session:
+        cupyflash.attention(q, k, v, kernel=HOPPER, **case.options)
+    config = cupyflash.explain(
+        len_q=251, len_k=300, heads_q=2, heads_k=1, head_dim=dim, dtype="float16", kernel=HOPPER,
+        arch=90, **case.options,
+    ).config  # fmt: skip
+    block_k, block_q = config["block_k"], 64 * config["consumers"]
+    got, pairs = session.stats[HOPPER], seen(case)
+
+    def blocks(q: int, rows: int) -> list[int]:
+        """Return the blocks of keys that rows of Q see."""
+        return [k for k in range(0, 300, block_k) if pairs[q : q + rows, k : k + block_k].any()]
+
+    tiles = {q: blocks(q, block_q) for q in range(0, 251, block_q)}
+    own = sum(len(blocks(q, 64)) for q in range(0, 251, 64))  # of a warpgroup
+    rows = sum(min(block_q, 251 - q) for q, keys in tiles.items() if keys)
+    keys = sum(min(block_k, 300 - k) for found in tiles.values() for k in found)
+    asked = sum(bool(found) for found in tiles.values())
+    loaded = sum(map(len, tiles.values()))
+    assert got.tiles_loaded_bytes == 2 * (asked * block_q + 2 * loaded * block_k) * dim * 2
+    assert got.global_read_bytes == 2 * (rows + 2 * keys) * dim * 2
+    assert got.global_written_bytes == 2 * 251 * dim * 2 + 4  # and the tickets are zeros again
+    assert got.wgmma == 2 * own * (dim // 16 + block_k // 16)  # S, then P V
 
 
 def counted(kernel: str, case: Case) -> dict[str, Stats]:
