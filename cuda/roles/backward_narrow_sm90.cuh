@@ -120,6 +120,7 @@ struct NarrowConsumer : Consumer {
       weigh(s, number + 1, next.slot);
       ptx::wgmma_wait<0>();
     } else {
+      finish_dv();
       ds.wait_full(shared.ds_ring);
       issue_dq(base, ds.slot);
       ptx::wgmma_wait<0>();
@@ -127,23 +128,30 @@ struct NarrowConsumer : Consumer {
     }
   }
 
-  // Writes dK and dV, through the rows of K and V that they belong to.
-  DEVICE void finish() {
-    const u32 lane = ptx::lane(), rows = group * 64 * 128;
-    const u32 v = ptx::smem_address(shared.v.data) + rows, k = ptx::smem_address(shared.k.data) + rows;
+  // Writes dV through rows of V that this group alone reads, and has read.
+  DEVICE void finish_dv() {
+    const u32 group = opaque_group();
+    const int key = shared.place.key + group * 64;
+    if (!has_box(key)) return store(dv, p.dv_rows, p.dv_batch, p.dv_row, p.dv_head, key, 0, p.head_dim_v);
+    const u32 v = at(ptx::opaque(ptx::smem_address(&shared)), &shared.v) + group * 64 * 128;
+    stage<T, Keys>(dv, v, warp, ptx::lane());
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
+    store(p.dv, v, key, 0, Keys::COUNT);
+  }
+
+  // Writes dK through rows of K, when both groups have read them.
+  DEVICE void finish_dk() {
     const int key = shared.place.key + group * 64;
     dk.each([&](float &value, int, int) { value *= p.scale; });
     if (!has_box(key)) {
-      store(dv, p.dv_rows, p.dv_batch, p.dv_row, p.dv_head, key, 0, p.head_dim_v);
       store(dk, p.dk_rows, p.dk_batch, p.dk_row, p.dk_head, key, 0, p.head_dim);
       ptx::named_barrier_arrive(BOTH, 256);  // this group's products with K have ended
       return;
     }
-    stage<T, Keys>(dv, v, warp, lane);
-    ptx::fence_proxy_async();
+    const u32 k = ptx::smem_address(shared.k.data) + group * 64 * 128;
     ptx::named_barrier_sync(BOTH, 256);  // every product with K has ended
-    store(p.dv, v, key, 0, Keys::COUNT);
-    stage<T, Keys>(dk, k, warp, lane);
+    stage<T, Keys>(dk, k, warp, ptx::lane());
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
     store(p.dk, k, key, 0, Keys::COUNT);
@@ -151,7 +159,7 @@ struct NarrowConsumer : Consumer {
   }
 
   DEVICE void run() {
-    await_keys();
+    Cursor<1>().wait_full(shared.k_ring);
     dk.zero(), dv.zero();
     if (shared.blocks) {
       if (group == 1) hand_over();  // the first turn
@@ -159,6 +167,7 @@ struct NarrowConsumer : Consumer {
       const Cursor<STAGES> first;
       first.wait_full(shared.q_ring);
       issue_s(base, first.slot);
+      Cursor<1>().wait_full(shared.v_ring);
       first.wait_full(shared.dout_ring);
       issue_dp(base, first.slot);
       ptx::wgmma_wait<1>();
@@ -172,8 +181,11 @@ struct NarrowConsumer : Consumer {
         step<false, true>();
       }
       if (group == 0) await_turn();
+    } else {
+      Cursor<1>().wait_full(shared.v_ring);
+      finish_dv();
     }
-    finish();
+    finish_dk();
   }
 };
 
