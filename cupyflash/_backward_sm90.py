@@ -161,7 +161,7 @@ def _shared_bytes(head_dim: int) -> int:
     """Return ``sizeof(Shared)`` of either kernel."""
     block_q, block_k = 128 if head_dim == 64 else 64, 64 if head_dim > 128 else 128
     tiles = 2 * (2 * block_k + 4 * block_q) * head_dim + 2 * 2 * block_k * block_q
-    passed = 64 * 64 * 4 if head_dim > 128 else 2 * 6 * 128 * 16
+    passed = 64 * 64 * 4 if head_dim > 128 else 2 * 64 * 64 * 4
     return tiles + passed + 4 * 4 * block_q + 1024  # the barriers, padded to a panel's alignment
 
 

@@ -181,7 +181,7 @@ MEMORY = (
         "const bool used = r >= 0 && r < block.q.length;",
         "const bool used = r >= 0 && r <= block.q.length;", "causal", "a load of 16 bytes at "),
     Mutation("delta: columns are read past the last", DELTA,
-        "    if (column >= p.head_dim_v) continue;\n", "", "odd head dims",
+        "used && column < p.head_dim_v ?", "used ?", "odd head dims",
         "a load of 2 bytes at "),
 )
 LAYOUT = (
@@ -271,7 +271,7 @@ ARITHMETIC = (
     Mutation("the LSE stays in units of e", DELTA,
         "lse * LSE_SCALE<Config::NATURAL>", "lse", "causal", WRONG),
     Mutation("the gradient of the LSE is left out", DELTA,
-        "p.dlse ? sum - p.dlse[at] : sum", "sum", "causal", WRONG),
+        "product - sums.dlse", "product", "causal", WRONG),
     Mutation("dropped pairs have weights in dV", KERNEL,
         "weight[j] = keeps ? full : 0.0f;", "weight[j] = full;", "dropout", WRONG),
     Mutation("dropped pairs have a dP", KERNEL,

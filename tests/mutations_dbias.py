@@ -145,5 +145,5 @@ ALL = (
     Mutation("a part is left out of the sum", SUM,
         "int split = 0; split < p.splits", "int split = 1; split < p.splits", "in parts", WRONG),
     Mutation("the gradient of the LSE is forgotten", STATISTICS,
-        "p.dlse ? sum - p.dlse[at] : sum", "sum", "heads repeat", WRONG),
+        "product - sums.dlse", "product", "heads repeat", WRONG),
 )

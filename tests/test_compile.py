@@ -291,6 +291,32 @@ def test_the_steps_of_the_generic_backward_do_too(
         assert_launch_fits(launch, arch, max(1, promised))
 
 
+HOPPER_BANDS: tuple[dict[str, Any], ...] = (
+    {"causal": False},
+    {"causal": True},
+    {"causal": False, "window_size": (100, 50)},
+)
+
+
+@pytest.mark.parametrize("names", [(), ("packed",), ("used",)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "options"),
+    [
+        (dtype, dim, options)
+        for dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"))
+        for options in HOPPER_BANDS[: 2 if dim == 64 else 3]  # see its page on windows
+    ],
+    ids=str,
+)
+def test_the_steps_of_the_hopper_backward_do_too(
+    dtype: str, dim: int, options: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    problem, operands, backward = gradients(90, dtype, (dim, dim), names, **options)
+    assert BACKWARD_SM90.refusal(problem) is None
+    for launch in BACKWARD_SM90.launches(problem, operands, backward):
+        assert_launch_fits(launch, 90)
+
+
 def dbias_gate() -> list[Any]:
     """Every architecture, class and dtype; then a bias with modifiers, and with all of them."""
     archs = itertools.cycle(SHARED)

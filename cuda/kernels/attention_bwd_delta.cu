@@ -22,6 +22,10 @@ constexpr int ELEMENTS = WIDTH / sizeof(Element), PACKETS_OF_ROW = HEAD_DIM_V / 
 constexpr int DIVISOR = PACKETS_OF_ROW & -PACKETS_OF_ROW, LANES = DIVISOR < 32 ? DIVISOR : 32;
 constexpr int STEP = THREADS / LANES, PASSES = STAT_ROWS / STEP;  // rows at a time, and how often
 
+constexpr int OF_LANE = PACKETS_OF_ROW / LANES;  // packets
+// Passes whose loads are in flight, of at most 4 packets a lane.
+constexpr int AT_ONCE = PASSES * OF_LANE <= 4 ? PASSES : OF_LANE >= 4 ? 1 : 4 / OF_LANE;
+
 struct Params {
   const Element *out;                // [batch, len_q, heads_q, head_dim_v]
   const Element *dout;               // likewise
@@ -46,38 +50,47 @@ struct alignas(WIDTH) Elements {
   Element x[ELEMENTS];
 };
 
+// This lane's share of a row; zeros where there is none.
+DEVICE void load(const Params &p, Elements (&x)[OF_LANE], const Element *row, int lane, bool used) {
+#pragma unroll
+  for (int i = 0; i < OF_LANE; ++i) {
+    const int column = (i * LANES + lane) * ELEMENTS;
+    x[i] = used && column < p.head_dim_v ? *reinterpret_cast<const Elements *>(row + column) : Elements{};
+  }
+}
+
 // This lane's share of the product of a row of O and one of dO.
-DEVICE float product(const Params &p, const Element *out, const Element *dout, int lane) {
+DEVICE float product(const Elements (&o)[OF_LANE], const Elements (&d)[OF_LANE]) {
   float sum = 0.0f;
 #pragma unroll
-  for (int packet = 0; packet < PACKETS_OF_ROW; packet += LANES) {
-    const int column = (packet + lane) * ELEMENTS;
-    if (column >= p.head_dim_v) continue;
-    const auto o = *reinterpret_cast<const Elements *>(out + column);
-    const auto d = *reinterpret_cast<const Elements *>(dout + column);
+  for (int i = 0; i < OF_LANE; ++i)
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) sum += T::single(o.x[i]) * T::single(d.x[i]);
-  }
+    for (int n = 0; n < ELEMENTS; ++n) sum += T::single(o[i].x[n]) * T::single(d[i].x[n]);
   return sum;
 }
 
-// Makes the statistics of row r of the sequence from the product of its O and dO.
-DEVICE void store(const Params &p, const StatBlock &block, i64 r, i64 stat_row, float sum) {
-  float stat_lse = INFINITE, delta = 0.0f;
+// The LSE of row r of the sequence, and its gradient.
+struct Sums {
+  float lse = -INFINITE, dlse = 0.0f;
+};
+DEVICE Sums sums_of(const Params &p, const StatBlock &block, i64 r) {
+  Sums sums;
   if (r >= 0 && r < block.q.length) {
-    const i64 head = block.head;
-    const float lse =
-        p.lse[start_of<Sequences>(block.q, block.batch, static_cast<i64>(p.heads_q) * p.len_q, 1) + head * p.len_q + r];
-    const i64 at =
-        start_of<Sequences>(block.q, block.batch, p.dlse_batch, p.dlse_row) + head * p.dlse_head + r * p.dlse_row;
-    if (lse != -INFINITE) {
-      const float scaled = lse * LSE_SCALE<Config::NATURAL>;
-      stat_lse = ptx::max_nan(ptx::min_nan(scaled, LARGEST), -LARGEST);  // finite where the LSE is
-      delta = p.dlse ? sum - p.dlse[at] : sum;
-    }
+    const i64 head = block.head, lse_batch = static_cast<i64>(p.heads_q) * p.len_q;
+    sums.lse = p.lse[start_of<Sequences>(block.q, block.batch, lse_batch, 1) + head * p.len_q + r];
+    if (p.dlse)
+      sums.dlse = p.dlse[start_of<Sequences>(block.q, block.batch, p.dlse_batch, p.dlse_row) + head * p.dlse_head +
+                         r * p.dlse_row];
   }
-  p.stat_lse[stat_row] = stat_lse;
-  p.delta[stat_row] = delta;
+  return sums;
+}
+
+DEVICE void store(const Params &p, i64 stat_row, const Sums &sums, float product) {
+  const bool sees = sums.lse != -INFINITE;
+  // Finite where the LSE is.
+  p.stat_lse[stat_row] =
+      sees ? ptx::max_nan(ptx::min_nan(sums.lse * LSE_SCALE<Config::NATURAL>, LARGEST), -LARGEST) : INFINITE;
+  p.delta[stat_row] = sees ? product - sums.dlse : 0.0f;
 }
 
 // Zeros where dQ of the block's rows is summed.
@@ -103,15 +116,27 @@ extern "C" __global__ void __launch_bounds__(delta::THREADS)
       p.out + start_of<Sequences>(block.q, block.batch, p.out_batch, p.out_row) + block.head * p.out_head;
   const Element *dout =
       p.dout + start_of<Sequences>(block.q, block.batch, p.dout_batch, p.dout_row) + block.head * p.dout_head;
-  clear(p, block, thread);
-#pragma unroll PASSES < 4 ? PASSES : 4
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const int i = pass * STEP + static_cast<int>(thread / LANES);
-    const i64 r = block.first + i;
-    const bool used = r >= 0 && r < block.q.length;
-    float sum = used ? product(p, out + r * p.out_row, dout + r * p.dout_row, lane) : 0.0f;
+  const int first = static_cast<int>(thread / LANES), own = lane * STEP + first;
+  const bool finishes = lane < PASSES;  // the row of the pass that has the lane's number
+  const Sums sums = finishes ? sums_of(p, block, block.first + own) : Sums{};
+  float product_of_own = 0.0f;
+  for (int chunk = 0; chunk < PASSES; chunk += AT_ONCE) {
+    Elements o[AT_ONCE][OF_LANE], d[AT_ONCE][OF_LANE];
 #pragma unroll
-    for (int bit = 1; bit < LANES; bit *= 2) sum += ptx::shfl_xor(sum, bit);
-    if (lane == 0) store(p, block, r, block.stat_row + i, sum);
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const i64 r = block.first + (chunk + i) * STEP + first;
+      const bool used = r >= 0 && r < block.q.length;
+      load(p, o[i], out + r * p.out_row, lane, used);
+      load(p, d[i], dout + r * p.dout_row, lane, used);
+    }
+    if (chunk == 0) clear(p, block, thread);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      float sum = product(o[i], d[i]);
+#pragma unroll
+      for (int bit = 1; bit < LANES; bit *= 2) sum += ptx::shfl_xor(sum, bit);
+      if (lane == chunk + i) product_of_own = sum;
+    }
   }
+  if (finishes) store(p, block.stat_row + own, sums, product_of_own);
 }

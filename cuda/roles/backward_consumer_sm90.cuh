@@ -54,11 +54,6 @@ struct Consumer {
     return p.dq + stat_of(p, shared.place, shared.block[number % BLOCKS]) * HEAD_DIM + group * PART;
   }
 
-  DEVICE void await_keys() {
-    Cursor<1>().wait_full(shared.k_ring);
-    Cursor<1>().wait_full(shared.v_ring);
-  }
-
   // S becomes P = 2^(c S - lse), of a query block in a slot.
   DEVICE void weigh(Accumulator<64> (&s)[HALVES], u32 number, u32 slot) {
     const u32 lane = ptx::lane();
@@ -84,13 +79,18 @@ struct Consumer {
   // Pairs that the mask hides, or beyond the keys, have no weight, whatever their scores are.
   DEVICE void hide(Accumulator<64> (&s)[HALVES], const Mask &mask, int q, int key) {
     const u32 thread = ptx::opaque(threadIdx.x), lane = thread % 32;
-    const int len_k = shared.place.k.length;
-    key += thread % 128 / 32 * 16;
+    const int column = q + s[0].column(0, lane);
+    int begin[2], end[2];  // of the columns that see a key, counted from this lane's first
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int k = key + static_cast<int>(thread % 128 / 32 * 16) + s[0].row(r, lane);
+      const Range seen = k < shared.place.k.length ? mask.queries(k, k + 1) : Range{0, 0};
+      begin[r] = seen.begin - column, end[r] = seen.end - column;
+    }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
       s[h].each([&](float &weight, int r, int c) {
-        const int k = key + s[h].row(r, lane);
-        if (k >= len_k || !mask.keep(q + h * 64 + s[h].column(c, lane), k)) weight = 0.0f;
+        weight = (h * 64 + c >= begin[r]) & (h * 64 + c < end[r]) ? weight : 0.0f;
       });
   }
 

@@ -64,23 +64,20 @@ struct NarrowConsumer : Consumer {
     }
   }
 
-  // Adds this group's part of dQ to global memory: most of it by a warp of the producer, the rest from here.
+  // Leaves this group's part of dQ to a warp of the producer, which adds it to global memory.
   DEVICE void drain(u32 number) {
     auto &ring = shared.passed.dq_ring[group];
     const u32 thread = ptx::opaque(threadIdx.x) % 128;
     const Cursor<1> dq_slot(number);
     dq_slot.wait_empty(ring);
 #pragma unroll
-    for (int chunk = DQ_CHUNKS - DQ_STAGED; chunk < DQ_CHUNKS; ++chunk)
-      *reinterpret_cast<Four *>(shared.passed.dq[group][chunk - (DQ_CHUNKS - DQ_STAGED)][thread]) = four(dq, chunk);
+    for (int chunk = 0; chunk < DQ_CHUNKS; ++chunk)
+      *reinterpret_cast<Four *>(shared.passed.dq[group][chunk][thread]) = four(dq, chunk);
     ptx::fence_proxy_async();
     ptx::warp_barrier();
     arrive(dq_slot.full(ring));
-    float *target = dq_of(number) + thread * 4;
-#pragma unroll
-    for (int chunk = 0; chunk < DQ_CHUNKS - DQ_STAGED; ++chunk)
-      ptx::reduce_add(target + chunk * 512, four(dq, chunk).x);
   }
+
   // One query block, whose P and dP are in registers; its dQ is computed in the next step. Meanwhile the scores of the
   // next one are begun.
   template <bool FIRST, bool LAST>

@@ -110,13 +110,12 @@ DEVICE void clear_tails(S &shared) {
 template <class S>
 DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
   if constexpr (!WIDE) {
-    constexpr int FIRST = (DQ_CHUNKS - DQ_STAGED) * 512;
     auto &ring = shared.passed.dq_ring[group];
     Cursor<1> at;
     for (Walk walk(p, place); !walk.done(); walk.advance()) {
       at.wait_full(ring);
-      ptx::bulk_reduce_add_f32(p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART + FIRST,
-                               ptx::smem_address(shared.passed.dq[group]), DQ_STAGED * 2048);
+      ptx::bulk_reduce_add_f32(p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART,
+                               ptx::smem_address(shared.passed.dq[group]), PART * sizeof(float));
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
       ptx::mbarrier_arrive(at.empty(ring));

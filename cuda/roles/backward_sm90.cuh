@@ -56,7 +56,7 @@ struct Params {
 using Queries = Panels<Element, BLOCK_Q, HEAD_DIM>;  // and those of dO
 using Keys = Panels<Element, BLOCK_K, HEAD_DIM>;     // and those of V
 using Scores = Panels<Element, BLOCK_K, BLOCK_Q>;    // dS, a row for each key
-constexpr int DQ_CHUNKS = 8, DQ_STAGED = 6;          // of 8 columns; those that leave through shared memory
+constexpr int DQ_CHUNKS = 8;                         // of 8 columns
 
 // The keys of this block.
 struct Place {
@@ -74,7 +74,7 @@ constexpr int BLOCKS = 4;  // those under way: of the dQ that leaves, of P, of t
 // What one consumer tells the other, and what it leaves for the producer: numbers in the order of fragments.
 template <bool WIDE>
 struct Passed {
-  alignas(128) float dq[CONSUMERS][DQ_STAGED][128][4];
+  alignas(128) float dq[CONSUMERS][DQ_CHUNKS][128][4];
   Ring<1> dq_ring[CONSUMERS];
 
   DEVICE void init() {
@@ -121,7 +121,7 @@ struct Shared {
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
-static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
+static_assert(MaskPolicy<Mask> && Mask::INTERVALS, "a key is seen by the queries of an interval");
 static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
 
 // Blocks of keys run roughly in the order of their index. Heads go in groups whose arrays fit the L2 cache together;

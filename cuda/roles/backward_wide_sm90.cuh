@@ -164,7 +164,8 @@ struct WideConsumer : Consumer {
 
   DEVICE void run() {
     dk.zero(), dv.zero();
-    await_keys();
+    Cursor<1>().wait_full(shared.k_ring);
+    Cursor<1>().wait_full(shared.v_ring);
     if (shared.blocks) {
       const u32 base = ptx::smem_address(&shared);
       const Cursor<STAGES> first;
