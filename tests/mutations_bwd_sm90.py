@@ -92,7 +92,7 @@ SYNCHRONISATION = (
         "constexpr int BLOCKS = 4", "constexpr int BLOCKS = 2", "causal", WRONG),
     Mutation("a product of dV is not committed", NARROW,
         "gemm_pv<T, Queries>(sum, weights[h], rows + h * 64 * 128);\n    ptx::wgmma_commit();",
-        "gemm_pv<T, Queries>(sum, weights[h], rows + h * 64 * 128);", "causal", STILL_READ),
+        "gemm_pv<T, Queries>(sum, weights[h], rows + h * 64 * 128);", "causal", NO_BARRIER),
     Mutation("the product of dP is not committed", NARROW,
         "gemm_qk<T, Keys, Queries, HEAD_DIM>(dp, v, dout);\n    ptx::wgmma_commit();",
         "gemm_qk<T, Keys, Queries, HEAD_DIM>(dp, v, dout);", "causal", OWNED),
