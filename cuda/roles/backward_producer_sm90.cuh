@@ -34,7 +34,6 @@ struct Loader {
 
   // Q of a block, and which it is.
   DEVICE void load_q() {
-    Cursor<STAGES>(number).wait_empty(shared.q_ring);
     shared.block[number % BLOCKS] = walk.block;
     load(shared.q_ring, shared.q, p.q, shared.lse_log2, p.lse_log2);
   }
