@@ -720,10 +720,10 @@ def _readable(x: Array) -> int:
 
 
 def _odd_stride(arrays: Iterable[Array]) -> int | None:
-    """Return the first stride, in bytes, that is not from 1 to what a tensor map holds."""
+    """Return the first stride, in bytes, that no tensor map holds."""
     for array in arrays:
         for stride, size in zip(array.strides[:3], array.shape[:3], strict=True):
             step = stride * ITEMSIZES[array.dtype]
-            if size > 1 and not 0 < step < MAX_STRIDE:
+            if size > 1 and not 0 <= step < MAX_STRIDE:
                 return step
     return None

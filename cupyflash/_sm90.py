@@ -32,7 +32,7 @@ def refuse_strides(problem: Problem, names: str) -> str | None:
             f"{names} have multiples of {problem.width}"
         )
     if problem.odd_stride is not None:
-        return f"needs strides from {UNIT} to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
+        return f"needs strides from 0 to {MAX_STRIDE - UNIT} bytes, got {problem.odd_stride}"
     return None
 
 

@@ -89,7 +89,7 @@ def _refuse_view(tensor: TensorMap) -> str | None:
         if not 1 <= size <= MAX_SIZE:
             return f"needs sizes from 1 to {MAX_SIZE}, got {size}"
     for stride in tensor.strides:
-        if stride % UNIT or not 0 < stride < MAX_STRIDE:
+        if stride % UNIT or not 0 <= stride < MAX_STRIDE:
             return f"needs strides below {MAX_STRIDE} that are multiples of {UNIT}, got {stride}"
     for size in tensor.box:
         if not 1 <= size <= MAX_BOX:

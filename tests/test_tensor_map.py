@@ -105,7 +105,6 @@ def test_dimensions_of_size_1_get_a_stride_that_fits(columns: int) -> None:
         ({"shape": (80, 0, 4, 2)}, "needs sizes from 1 to 4294967296, got 0"),
         ({"shape": (80, 2**32 + 1, 4, 2)}, "needs sizes .* got 4294967297"),
         ({"strides": (1280, 168, 42240)}, "needs strides .* multiples of 16, got 168"),
-        ({"strides": (1280, 0, 42240)}, "needs strides below 1099511627776 .*, got 0"),
         ({"strides": (-1280, 160, 42240)}, "needs strides .*, got -1280"),
         ({"strides": (1280, 160, 2**40)}, "needs strides .*, got 1099511627776"),
         ({"box": (64, 257, 1, 1)}, "needs a box of 1 to 256 .*, got 257"),

@@ -2,7 +2,7 @@
 
 Under ``vmap`` the buffers have the mapped dimensions in front: they join the batch where strides
 allow that, otherwise the items run one by one. Both by the kernel that was loaded while JAX traced
-one item: on Hopper it takes no stride of 0, which what all items share would need.
+one item.
 """
 
 import dataclasses

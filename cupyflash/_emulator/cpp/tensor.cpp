@@ -126,7 +126,7 @@ const char *emu_tensor_map(void *map, int dtype, unsigned rank, void *address, c
   made.address = static_cast<unsigned char *>(address);
   for (unsigned d = 0; d < rank; ++d) {
     if (size[d] < 1 || size[d] > MAX_SIZE) return "a size is not from 1 to 2^32";
-    if (d && (strides[d - 1] % 16 || !strides[d - 1] || strides[d - 1] >= MAX_STRIDE))
+    if (d && (strides[d - 1] % 16 || strides[d - 1] >= MAX_STRIDE))
       return "a stride is not a multiple of 16 bytes below 2^40";
     if (box[d] < 1 || box[d] > MAX_BOX) return "a size of the box is not from 1 to 256";
     if (steps[d] < 1 || steps[d] > MAX_STEP) return "an element stride is not from 1 to 8";
