@@ -7,7 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,12 @@ ARCH = 90
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="the emulator compiles kernels with g++"
 )
+
+
+def every_other_at_night(cases: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test, of which the nightly run alone has each second one."""
+    marks = ((), pytest.mark.nightly)
+    return [pytest.param(case, marks=marks[n % 2]) for n, case in enumerate(cases)]
 
 
 def run(

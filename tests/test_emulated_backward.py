@@ -76,9 +76,9 @@ SETS = tuple(
     )
     for dtype, dim, bias in (
         ("float16", 16, "bias_fp64"), ("float16", 32, "bias"), ("float16", 64, "bias_bf16"),
-        ("float16", 96, "bias_of_keys"), ("float16", 128, "bias_fp16"),
+        ("float16", 96, "bias_of_keys"), ("float32", 128, "bias"),
         ("float16", 192, "bias_columns_first"), ("float16", 256, "bias_of_queries"),
-        ("float32", 128, "bias"),
+        ("float16", 128, "bias_fp16"),
     )
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_every_class_of_head_dims(case: Case) -> None:
 
 @pytest.mark.parametrize(("arch", "case"), SINGLES, ids=lambda x: getattr(x, "id", None))
 def test_every_class_of_fp32(arch: int, case: Case) -> None:
-    check(case, SEEDS if arch == 80 else None, arch=arch)
+    check(case, SEEDS[:2] if arch == 80 else None, arch=arch)
 
 
 @pytest.mark.parametrize("case", ODD_DIMS, ids=lambda case: case.id)
@@ -131,8 +131,14 @@ def test_edge_case(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", MODIFIED + SETS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MODIFIED + SETS[2::2], ids=lambda case: case.id)
 def test_modifiers_and_lengths(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [SETS[0], *SETS[1::2]], ids=lambda case: case.id)
+def test_all_modifiers_at_other_head_dims(case: Case) -> None:
     check(case)
 
 
@@ -172,7 +178,7 @@ DETERMINISTIC = (
 
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
 def test_deterministic_gradients_repeat_their_bits(case: Case) -> None:
-    check(case, (*SEEDS, 1, 8), deterministic=True)
+    check(case, (*SEEDS[1:], 8), deterministic=True)
 
 
 def test_dq_is_summed_in_any_order_unless_asked() -> None:

@@ -173,6 +173,7 @@ def test_groups_of_rows_see_different_blocks(kernel: str, case: Case) -> None:
     check(*case.arrays(), kernel=kernel, seeds=seeds, **case.options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
 def test_other_tiles(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tuning_sm90, "HALF", {(64, 64): tiles})
@@ -197,7 +198,9 @@ def test_tiles_of_every_architecture(arch: int, dims: tuple[int, int]) -> None:
         if kernel == GPU_KERNEL or memory in ("row_gap_8", "heads_first")
     ],
 )
-@pytest.mark.parametrize("dims", [(40, 24), (64, 104)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(40, 24), pytest.param((64, 104), marks=pytest.mark.nightly)], ids=str
+)
 def test_only_the_output_is_written(
     kernel: str, memory: str, dtype: str, dims: tuple[int, int]
 ) -> None:

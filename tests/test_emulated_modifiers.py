@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import DTYPES, MODIFIERS, Modified, _set
-from emulated import check, needs_compiler, run
+from emulated import check, every_other_at_night, needs_compiler, run
 from harness import same_bits
 
 import cupyflash
@@ -67,7 +67,7 @@ def test_each_alone(case: Modified) -> None:
     check(*case.arrays(), arch=ARCH, seeds=(0, 2), **case.options)
 
 
-@pytest.mark.parametrize("case", MIXED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", every_other_at_night(MIXED), ids=lambda case: case.id)
 def test_several_together(case: Modified) -> None:
     check(*case.arrays(), arch=ARCH, seeds=(0, 3), **case.options)
 

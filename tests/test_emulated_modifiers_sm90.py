@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import MODIFIERS, Modified
-from emulated import SEEDS_OF, check, needs_compiler, run
+from emulated import SEEDS_OF, check, every_other_at_night, needs_compiler, run
 from harness import HOPPER, hosted, same_bits
 
 from cupyflash import _explain, _kernels, _problem, _tuning_sm90
@@ -83,6 +83,9 @@ def cases(*several: Modified) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", several, ids=lambda case: case.id)
 
 
+TOGETHER = every_other_at_night((*SUBSETS, *EIGHT_BIT, *PACKED_SUBSETS, MANY))
+
+
 def inputs(*shape: int, len_k: int = 200, dtype: Any = np.float16) -> list[np.ndarray]:
     """Draw q, k and v; the shape is q's."""
     rng = np.random.default_rng(3)
@@ -105,7 +108,7 @@ def test_each_alone(case: Modified) -> None:
     check(*case.arrays(), kernel=HOPPER, seeds=(seed,), **case.options)
 
 
-@cases(*SUBSETS, *EIGHT_BIT, *PACKED_SUBSETS, MANY)
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.id)
 def test_several_together(case: Modified) -> None:
     check(*case.arrays(), kernel=HOPPER, seeds=(0, 8), **case.options)
 
