@@ -48,6 +48,7 @@ class Delta:
     head_dim_v: int
     natural: bool
     width: int  # bytes of an access to global memory
+    min_blocks: int  # that registers must leave room for; 0 leaves registers to ptxas
     params_bytes: int
 
 
@@ -81,6 +82,7 @@ def config(problem: Problem) -> Delta:
         head_dim_v=min(size for size in HEAD_DIMS if size >= problem.head_dim_v),
         natural=natural(problem),
         width=math.gcd(problem.width, problem.head_dim_v * itemsize),
+        min_blocks=0 if problem.arch == 90 else 2,  # elsewhere ptxas spills for a third
         params_bytes=PARAMS.size + _modifiers.SIZES[sequences],
     )
 

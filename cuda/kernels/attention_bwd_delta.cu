@@ -5,7 +5,7 @@
 //
 // One block makes 128 rows of one head, LANES lanes a row. Rows are those of tile/stat_rows.cuh.
 //
-// Reads Config: T, Sequences, HEAD_DIM_V, NATURAL, WIDTH, PARAMS_BYTES.
+// Reads Config: T, Sequences, HEAD_DIM_V, NATURAL, WIDTH, MIN_BLOCKS, PARAMS_BYTES.
 #include "ptx/math.cuh"
 #include "tile/load.cuh"
 #include "tile/place.cuh"
@@ -106,7 +106,7 @@ DEVICE void clear(const Params &p, const StatBlock &block, u32 thread) {
 
 }  // namespace delta
 
-extern "C" __global__ void __launch_bounds__(delta::THREADS)
+extern "C" __global__ void __launch_bounds__(delta::THREADS, Config::MIN_BLOCKS)
     attention_bwd_delta(const __grid_constant__ delta::Params p) {
   using namespace delta;
   const u32 thread = threadIdx.x;
