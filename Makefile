@@ -47,7 +47,7 @@ test: $(VENV)/.stamp-test  ## the test-suite (what needs a GPU or a framework th
 	$(PYTEST)
 
 test-frameworks: $(VENV)/.stamp-test $(VENV)/.stamp-frameworks  ## the adapters' tests, with torch and JAX
-	$(PYTEST) -m frameworks
+	$(PYTEST) -m 'frameworks and not nightly'
 
 # Every fourth seed copies as late as it may, and 36 are all orders, paces and numbers of blocks.
 test-nightly: $(VENV)/.stamp-test  ## the emulator's tests with more seeds, and under AddressSanitizer and ThreadSanitizer
