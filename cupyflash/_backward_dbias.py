@@ -34,9 +34,6 @@ SUM_THREADS = 256
 BLOCKS = 512  # a few for each multiprocessor of any GPU
 MAX_GRID = 2**31 - 1  # CUDA C++ Programming Guide, Compute Capabilities: x-dimension of a grid
 WRITE_BYTES = 8  # at once, at most: what the address of a new array is a multiple of
-ELEMENTS = {
-    "float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32", "float64": "Float64",
-}  # fmt: skip
 
 
 class Split(NamedTuple):
@@ -77,14 +74,16 @@ def config(problem: Problem, result: Array) -> Dbias:
         problem.head_dim_v,
         problem.arch,
         policies=policies,
-        out=ELEMENTS[result.dtype],
+        out=_modifiers.ELEMENTS[result.dtype],
         width=problem.width,
         write=_write(result, result.dtype),
         params_bytes=PARAMS.size + policies.params_bytes,
     )
     if split(problem, result.shape, chosen).parts == 1:
         return chosen
-    return dataclasses.replace(chosen, out=ELEMENTS["float32"], write=_write(result, "float32"))
+    return dataclasses.replace(
+        chosen, out=_modifiers.ELEMENTS["float32"], write=_write(result, "float32")
+    )
 
 
 def split(problem: Problem, shape: tuple[int, ...], chosen: Dbias) -> Split:
@@ -203,7 +202,7 @@ def _sum(problem: Problem, result: Array, parts: int, scratch_offset: int) -> La
     """Return the launch of attention_bwd_dbias_sum."""
     count = math.prod(result.shape)
     return Launch(
-        unit=_unit.render(SUM_NAME, DbiasSum(ELEMENTS[result.dtype], SUM_PARAMS.size)),
+        unit=_unit.render(SUM_NAME, DbiasSum(_modifiers.ELEMENTS[result.dtype], SUM_PARAMS.size)),
         symbol=SUM_NAME,
         arch=f"sm_{problem.arch}",
         grid=(-(-count // SUM_THREADS), 1, 1),

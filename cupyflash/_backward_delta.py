@@ -31,7 +31,6 @@ NAME = "attention_bwd_delta"
 STAT_ROWS = 128  # sequences begin at multiples of it
 ADDED_ROWS = 16  # share a counter of what was added to their dQ
 THREADS = 256
-ELEMENTS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 # Params: out, dout, lse, dlse, stat_lse, delta, dq, added; strides of out and dout (batch, row,
 # head) and of dlse (batch, head, row); sizes.
 PARAMS = struct.Struct("<8Q9q6i")
@@ -77,7 +76,7 @@ def config(problem: Problem) -> Delta:
     sequences = _modifiers.policies(problem).sequences
     itemsize = ITEMSIZES[problem.dtype]
     return Delta(
-        t=ELEMENTS[problem.dtype],
+        t=_modifiers.ELEMENTS[problem.dtype],
         sequences=sequences,
         head_dim_v=min(size for size in HEAD_DIMS if size >= problem.head_dim_v),
         natural=natural(problem),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import _modifiers, _unit
 from ._array import ITEMSIZES
-from ._backward_delta import ELEMENTS, stat_rows
+from ._backward_delta import stat_rows
 from ._forward import tiles
 from ._launch import Launch
 from ._problem import Operands, Problem
@@ -39,7 +39,7 @@ def config(problem: Problem, order: str, columns: int) -> Finish:
     sequences = _modifiers.policies(problem).sequences
     itemsize = ITEMSIZES[problem.dtype]
     return Finish(
-        t=ELEMENTS[problem.dtype],
+        t=_modifiers.ELEMENTS[problem.dtype],
         sequences=sequences,
         order=order,
         head_dim=columns,

@@ -15,6 +15,7 @@ from ._problem import Operands, Problem
 from .masks import Band, Mask, PrefixLM, Segments
 
 __all__ = [
+    "ELEMENTS",
     "HEADERS",
     "SIZES",
     "Policies",
@@ -27,7 +28,7 @@ __all__ = [
 
 WORD = 8  # bytes
 UNUSED = bytes(WORD)
-ELEMENTS = {
+ELEMENTS = {  # in CUDA
     "float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32", "float64": "Float64",
 }  # fmt: skip
 

@@ -6,14 +6,14 @@ that fits the architecture's shared memory, and has registers for the policies, 
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ._modifiers import Policies
+from ._modifiers import ELEMENTS, Policies
 
 __all__ = [
     "HEAD_DIMS", "ForwardSm80", "Tiles", "fits", "forward_sm80", "head_dim_classes",
-    "heads_per_group", "shared_limit",
+    "heads_per_group", "shared_limit", "weight_of",
 ]  # fmt: skip
 
 # Classes of head dims: an array's own dimension is padded, in the kernel, to the next of these.
@@ -27,15 +27,9 @@ SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 SHARED_KIB_OF_OTHERS = 99
 
 # Policies that take registers of a kernel's loop: positions, addresses, random numbers.
-HEAVY = (
-    "Alibi",
-    "Bias",
-    "Float64",
-    "DenseMask",
-    "Segments",
-    "Dropout",
-)  # Float64: of a bias or sink
-MANY = len(HEAVY)
+# Float64: of a bias or sink.
+HEAVY = dict.fromkeys(("Alibi", "Bias", "Float64", "DenseMask", "Segments", "Dropout"), 1)
+MANY = sum(HEAVY.values())
 
 
 @dataclass(frozen=True)
@@ -216,14 +210,13 @@ def forward_sm80(
     params_bytes : int
         Bytes of Params.
     """
-    element = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}[dtype]
+    element = ELEMENTS[dtype]
     itemsize = 4 if dtype == "float32" else 2
     dims = head_dim_classes(head_dim, head_dim_v)
     table = SINGLE if dtype == "float32" else HALF
     rows = table.get(dims, table[max(dims)])
     sizes = {tiles: shared_bytes(dtype, *dims, policies.mask_bytes, tiles) for tiles in rows}
-    types = " ".join((policies.mask, policies.score, policies.dropout))
-    heavy = sum(name in HEAVY for name in re.findall(r"\w+", types))
+    heavy = weight_of(policies, HEAVY)
     able = [(tiles, size) for tiles, size in sizes.items() if tiles.heavy >= heavy]
     tiles = _first_that_fits(able, shared_limit(arch), arch)
     return ForwardSm80(
@@ -254,6 +247,12 @@ def _first_that_fits(sizes: Iterable[tuple[Tiles, int]], limit: int, arch: int) 
         if fits(size, tiles.min_blocks, limit):
             return tiles
     raise AssertionError(f"no tiles fit compute capability {arch}")
+
+
+def weight_of(policies: Policies, heavy: Mapping[str, int]) -> int:
+    """Return how much of what takes registers the policies of a kernel's loop are."""
+    types = " ".join((policies.mask, policies.score, policies.dropout))
+    return sum(heavy.get(name, 0) for name in re.findall(r"\w+", types))
 
 
 def fits(size: int, blocks: int, limit: int) -> bool:

@@ -5,11 +5,10 @@ that fits the architecture's shared memory, and has registers for the policies, 
 """
 
 import math
-import re
 from dataclasses import dataclass
 
-from ._modifiers import Policies
-from ._tuning import fits, head_dim_classes, shared_limit
+from ._modifiers import ELEMENTS, Policies
+from ._tuning import fits, head_dim_classes, shared_limit, weight_of
 
 __all__ = ["BackwardSm80", "Tiles", "backward_sm80", "shared_bytes"]
 
@@ -201,12 +200,11 @@ def backward_sm80(
     params_bytes : int
         Bytes of Params.
     """
-    element = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}[dtype]
+    element = ELEMENTS[dtype]
     itemsize = 4 if dtype == "float32" else 2
     dims = head_dim_classes(head_dim, head_dim_v)
     table = SINGLE if dtype == "float32" else HALF
-    types = " ".join((policies.mask, policies.score, policies.dropout))
-    heavy = sum(HEAVY.get(name, 0) for name in re.findall(r"\w+", types))
+    heavy = weight_of(policies, HEAVY)
     sizes = {
         tiles: shared_bytes(dtype, *dims, tiles)
         for tiles in table.get(dims, table[max(dims)])

@@ -1,11 +1,10 @@
 """Tile table of attention_bwd_dbias; the kernel's page has what chose its sizes."""
 
 import math
-import re
 from dataclasses import dataclass
 
-from ._modifiers import Policies
-from ._tuning import shared_limit
+from ._modifiers import ELEMENTS, Policies
+from ._tuning import fits, shared_limit, weight_of
 
 __all__ = ["HALF", "SINGLE", "Dbias", "Tiles", "chunk_of", "dbias", "shared_bytes"]
 
@@ -129,15 +128,15 @@ def dbias(
     """
     itemsize = 4 if dtype == "float32" else 2
     chunk = chunk_of(dtype, head_dim, head_dim_v)
-    types = " ".join((policies.mask, policies.score, policies.dropout))
-    heavy = sum(HEAVY.get(name, 0) for name in re.findall(r"\w+", types))
+    heavy = weight_of(policies, HEAVY)
     tiles = next(
         tiles
         for tiles in (SINGLE if dtype == "float32" else HALF)
-        if tiles.heavy >= heavy and _fits(shared_bytes(dtype, chunk, tiles), tiles, arch)
+        if tiles.heavy >= heavy
+        and fits(shared_bytes(dtype, chunk, tiles), tiles.min_blocks, shared_limit(arch))
     )
     return Dbias(
-        t={"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}[dtype],
+        t=ELEMENTS[dtype],
         out=out,
         mask=policies.mask,
         score=policies.score,
@@ -154,9 +153,3 @@ def dbias(
         params_bytes=params_bytes,
         smem_bytes=shared_bytes(dtype, chunk, tiles),
     )
-
-
-def _fits(size: int, tiles: Tiles, arch: int) -> bool:
-    """Return whether the promised blocks fit a multiprocessor."""
-    # A multiprocessor has a KiB more than a block may have, and every block takes one.
-    return max(1, tiles.min_blocks) * (size + 1024) <= shared_limit(arch) + 1024
