@@ -10,9 +10,13 @@ import sys
 
 del os.environ["LD_PRELOAD"]
 
+from typing import Any
+
+import dbias
 import gradients
 import mutations_bwd_sm80
 import mutations_bwd_sm90
+import mutations_dbias
 from cases import SMOKE
 from emulated import check, numbers
 
@@ -21,16 +25,23 @@ from cupyflash._emulator import build
 
 SEEDS = tuple(range(0, 12, 2))
 HOPPER = SMOKE[:2]  # which its own kernel takes
-BACKWARD = {
-    _backward_sm80.NAME: mutations_bwd_sm80.PROBLEMS,
-    _backward_sm90.NAME: mutations_bwd_sm90.PROBLEMS,
+FAULTS: dict[str, Any] = {
+    _backward_sm80.NAME: mutations_bwd_sm80,
+    _backward_sm90.NAME: mutations_bwd_sm90,
+    dbias.NAME: mutations_dbias,
 }
 
 
 def differentiate(kernel: str) -> None:
-    for name, case in BACKWARD[kernel].items():
+    faults = FAULTS[kernel]
+    for name, case in faults.PROBLEMS.items():
         for seed in SEEDS:
-            gradients.judge_case(case, gradients.emulated(kernel, case, seed))
+            if kernel == dbias.NAME:
+                dbias.judge_case(case[0], dbias.emulated(*case, seed))
+            else:
+                options = faults.OPTIONS.get(name, {})
+                grads = gradients.emulated(kernel, case, seed, **options)
+                gradients.judge_case(case, grads)
         print(name)
 
 

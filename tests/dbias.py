@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import Case
 from gradients import seeds_of
 from harness import Operand, fetch, hosted, placed, strided
 
@@ -90,6 +91,20 @@ def run(
             dout, *arrays, out, lse, dlse=dlse, kernel=NAME, **there
         )
     return fetch(place, grads.dbias)[0]
+
+
+def emulated(case: Case, blocks: int, seed: int) -> np.ndarray:
+    """Return dbias of a case on the emulator, its sums divided among so many blocks."""
+    q, k, v = case.arrays()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backward_dbias, "BLOCKS", blocks)
+        return run(q, k, v, *seeds_of(q.host, v.host), seed=seed, **case.options)
+
+
+def judge_case(case: Case, dbias: np.ndarray) -> None:
+    """Hold dbias of a case against the oracle."""
+    q, k, v = case.arrays()
+    judge(dbias, q, k, v, *seeds_of(q.host, v.host), **case.options)
 
 
 def judge(

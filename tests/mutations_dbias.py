@@ -39,8 +39,7 @@ NO_BARRIER = "and no barrier stands between"
 AT_ANOTHER = "barrier, while other threads are at the barrier of"
 
 # fmt: off
-ALL = (
-    # Synchronisation
+SYNCHRONISATION = (
     Mutation("the wait for a chunk leaves one group too many", KERNEL,
         "ptx::cp_async_wait<LEAD - 1>();", "ptx::cp_async_wait<LEAD>();",
         "heads repeat", IN_FLIGHT),
@@ -69,8 +68,6 @@ ALL = (
     Mutation("the statistics of all steps have one place", KERNEL,
         "load_statistics(p, shared.statistics[i % 2]", "load_statistics(p, shared.statistics[0]",
         "heads repeat", IN_FLIGHT),
-    Mutation("a step is prepared twice", KERNEL,
-        "prepare(p, shared, i + 2", "prepare(p, shared, i + 1", "heads repeat", WRONG),
     Mutation("the barrier before the sums are staged is left out", KERNEL,
         "  ptx::barrier();  // the sums lie over", "  // the sums lie over",
         "heads repeat", NO_BARRIER),
@@ -80,7 +77,14 @@ ALL = (
     Mutation("the barrier after columns are summed is left out", KERNEL,
         "    ptx::barrier();  // every column's sum", "    // every column's sum",
         "queries repeat", NO_BARRIER),
-    # Memory
+    Mutation("parts of a sum overwrite each other", KERNEL,
+        "p.block_splits + part.block_part) * p.batches",
+        "p.block_splits + 0 * part.block_part) * p.batches", "in parts", WRONG),
+    Mutation("two threads make one element of a sum", SUM,
+        "dbias_sum::THREADS + threadIdx.x;", "dbias_sum::THREADS + threadIdx.x / 2;",
+        "in parts", WRONG),
+)
+MEMORY = (
     Mutation("columns past the last are written", KERNEL,
         "    if (column >= width) continue;\n", "", "heads repeat", "a store of "),
     Mutation("rows past the last are written", KERNEL,
@@ -92,10 +96,10 @@ ALL = (
     Mutation("rows of the next sequence are read", KERNEL,
         "const int queries = step.len_q - step.q_begin,", "const int queries = BLOCK_Q,",
         "rows apart", "cp.async of "),
-    Mutation("parts of a sum overwrite each other", KERNEL,
-        "p.block_splits + part.block_part) * p.batches",
-        "p.block_splits + 0 * part.block_part) * p.batches", "in parts", WRONG),
-    # The walk
+)
+WALK = (
+    Mutation("a step is prepared twice", KERNEL,
+        "prepare(p, shared, i + 2", "prepare(p, shared, i + 1", "heads repeat", WRONG),
     Mutation("the last entry is left out", KERNEL,
         "min(first + most, entries), 0", "min(first + most, entries - 1), 0",
         "heads repeat", WRONG),
@@ -119,7 +123,8 @@ ALL = (
     Mutation("the rows of delta do not move with those of Q", KERNEL,
         "step.lse_row += rows, step.stat_row += rows;", "step.lse_row += rows;",
         "queries repeat", WRONG),
-    # Arithmetic
+)
+ARITHMETIC = (
     Mutation("the sum is that of the last step", KERNEL,
         "sum.x[r / 2][n][i] += score", "sum.x[r / 2][n][i] = score", "heads repeat", WRONG),
     Mutation("dP is not initialised anew", KERNEL,
@@ -147,3 +152,5 @@ ALL = (
     Mutation("the gradient of the LSE is forgotten", STATISTICS,
         "product - sums.dlse", "product", "heads repeat", WRONG),
 )
+# fmt: on
+ALL = SYNCHRONISATION + MEMORY + WALK + ARITHMETIC

@@ -1,34 +1,36 @@
 """Emulated kernels under ThreadSanitizer, in a process of its own: ``races.py WHAT``.
 
-``clean KERNEL`` runs problems of a generic kernel, ``clean tiny`` kernels of a few lines, and
-prints which. ``fault KERNEL NAME FOLDER`` runs the problem of a mutation, planted in a copy of the
-sources in that folder, and ``unordered NAME`` a kernel of a few lines without what orders it. The
-sanitizer writes what it finds to stderr. Its library has to be loaded before Python's: LD_PRELOAD
-says so to this process, not to those that it starts.
+``clean KERNEL`` runs problems of a generic kernel and of those around it, ``clean tiny`` kernels of
+a few lines, and prints which. ``fault KERNEL NAME FOLDER`` runs the problem of a mutation, planted
+in a copy of the sources in that folder, and ``unordered NAME`` a kernel of a few lines without what
+orders it. The sanitizer writes what it finds to stderr. Its library has to be loaded before
+Python's: LD_PRELOAD says so to this process, not to those that it starts.
 """
 
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import dbias
 import gradients
-from cases import SMOKE, Case
+import mutations_dbias
+import pytest
+from cases import SMOKE
 from emulated import numbers, run, tiny
 from harness import GPU_KERNEL
-from test_mutations import SUITES, planted
+from test_mutations import SUITES, planted, prepare
 
 import cupyflash
 from cupyflash import _backward_sm80, _emulator
 
 SEEDS = (0, 1, 3)  # threads at random, first in first out, by rank of their warps
-KERNELS = (GPU_KERNEL, _backward_sm80.NAME)
-PROBLEMS: dict[str, dict[str, Case]] = {
-    kernel: {case.id: case for case in SMOKE if not suite.backward} | suite.faults.PROBLEMS
-    for kernel, suite in SUITES.items()
-    if kernel in KERNELS
-}
+FAULTS: dict[str, Any] = {
+    kernel: SUITES[kernel].faults for kernel in (GPU_KERNEL, _backward_sm80.NAME)
+} | {dbias.NAME: mutations_dbias}
+PROBLEMS: dict[str, dict[str, Any]] = {kernel: faults.PROBLEMS for kernel, faults in FAULTS.items()}
+PROBLEMS[GPU_KERNEL] = {case.id: case for case in SMOKE} | PROBLEMS[GPU_KERNEL]
 THREADS = 64  # of a block of a tiny kernel
 
 
@@ -84,11 +86,13 @@ def run_tiny(order: Order, by: str) -> None:
 
 
 def compute(kernel: str, problem: str, seed: int) -> None:
-    suite, case = SUITES[kernel], PROBLEMS[kernel][problem]
-    if suite.backward:
-        gradients.emulated(kernel, case, seed, **suite.faults.OPTIONS.get(problem, {}))
-    else:
+    case = PROBLEMS[kernel][problem]
+    if kernel == dbias.NAME:
+        dbias.emulated(*case, seed)
+    elif kernel == GPU_KERNEL:
         run(*case.arrays(), kernel=kernel, seed=seed, **case.options)
+    else:
+        gradients.emulated(kernel, case, seed, **FAULTS[kernel].OPTIONS.get(problem, {}))
 
 
 def clean(kernel: str) -> None:
@@ -108,7 +112,7 @@ def unordered(name: str) -> None:
 
 
 def fault(kernel: str, name: str, folder: str) -> None:
-    (mutation,) = (m for m in SUITES[kernel].faults.ALL if m.name == name)
+    (mutation,) = (m for m in FAULTS[kernel].ALL if m.name == name)
     os.environ["CUPYFLASH_CUDA_DIR"] = str(planted(mutation, Path(folder)))
     for seed in SEEDS:
         try:
@@ -119,4 +123,6 @@ def fault(kernel: str, name: str, folder: str) -> None:
 
 if __name__ == "__main__":
     del os.environ["LD_PRELOAD"]
-    {"clean": clean, "unordered": unordered, "fault": fault}[sys.argv[1]](*sys.argv[2:])
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch)
+        {"clean": clean, "unordered": unordered, "fault": fault}[sys.argv[1]](*sys.argv[2:])

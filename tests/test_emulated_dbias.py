@@ -319,18 +319,14 @@ def test_bounds_of_no_sequence_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> 
 def reported(problem: str, seed: int) -> str:
     """Run a problem of mutations_dbias; return what the emulator or the oracle says about it."""
     case, blocks = PROBLEMS[problem]
-    q, k, v = case.arrays()
-    dout, dlse = seeds_of(q.host, v.host)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_backward_dbias, "BLOCKS", blocks)
-        try:
-            result = dbias.run(q, k, v, dout, dlse, seed=seed, **case.options)
-        except cupyflash.KernelFault as fault:
-            return str(fault)
-        try:
-            dbias.judge(result, q, k, v, dout, dlse, **case.options)
-        except AssertionError as error:
-            return f"{WRONG}: {error}"
+    try:
+        result = dbias.emulated(case, blocks, seed)
+    except cupyflash.KernelFault as fault:
+        return str(fault)
+    try:
+        dbias.judge_case(case, result)
+    except AssertionError as error:
+        return f"{WRONG}: {error}"
     return ""
 
 
@@ -346,7 +342,6 @@ def test_a_fault_is_reported(
     mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build.runtime()  # as all tests have it, from their cache
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Og"))
     monkeypatch.setenv("CUPYFLASH_CUDA_DIR", str(planted(mutation, tmp_path / "cuda")))
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
     reports = (reported(mutation.problem, seed) for seed in SEEDS)

@@ -1,7 +1,9 @@
 """Emulated kernels under AddressSanitizer: what guard pages cannot see, arrays of one thread."""
 
+import dbias
 import mutations_bwd_sm80
 import mutations_bwd_sm90
+import mutations_dbias
 import pytest
 from cases import SMOKE
 from emulated import needs_compiler, sanitized
@@ -10,6 +12,7 @@ pytestmark = [pytest.mark.nightly, needs_compiler]
 BACKWARD = {
     "attention_bwd_sm80": mutations_bwd_sm80.PROBLEMS,
     "attention_bwd_sm90": mutations_bwd_sm90.PROBLEMS,
+    dbias.NAME: mutations_dbias.PROBLEMS,
 }
 # Python leaks, and the emulator has handlers of its own. A fiber has no fake stack.
 OPTIONS = {

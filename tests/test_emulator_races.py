@@ -8,8 +8,7 @@ import pytest
 from emulated import needs_compiler, sanitized
 from mutations import AT_ANOTHER, Mutation
 from mutations_bwd_sm80 import OTHER_BITS
-from races import KERNELS, ORDERS, PROBLEMS
-from test_mutations import SUITES
+from races import FAULTS, ORDERS, PROBLEMS
 
 pytestmark = [pytest.mark.nightly, needs_compiler]
 FOUND = 66  # the exit status
@@ -24,8 +23,8 @@ OPTIONS = {
 PARTED = (AT_ANOTHER, "DEADLOCK", "exited, while other lanes", "while other lanes of warp")
 RACES = [
     (kernel, mutation)
-    for kernel in KERNELS
-    for mutation in SUITES[kernel].faults.SYNCHRONISATION
+    for kernel, faults in FAULTS.items()
+    for mutation in faults.SYNCHRONISATION
     if mutation.report not in (*PARTED, OTHER_BITS)
 ]
 REPORT = "WARNING: ThreadSanitizer: data race"
@@ -38,7 +37,7 @@ def checked(*what: str) -> CompletedProcess[str]:
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("what", ["tiny", *KERNELS])
+@pytest.mark.parametrize("what", ["tiny", *PROBLEMS])
 def test_what_is_right_is_clean(what: str) -> None:
     child = checked("clean", what)
     assert child.returncode == 0, child.stdout[-5000:]

@@ -113,12 +113,16 @@ def reports(kernel: str, problem: str) -> Iterator[str]:
             yield OTHER_BITS
 
 
+def prepare(patch: pytest.MonkeyPatch) -> None:
+    """Let even small problems have more than one group of heads, and bounds stay unread."""
+    patch.setattr(_tuning, "heads_per_group", lambda *sizes: 3)
+    patch.setattr(_problem, "_values", lambda array: None)  # as a GPU's are
+
+
 @pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even small problems have more than one group of heads."""
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     build.runtime()  # as all tests have it, from their cache
-    monkeypatch.setattr(_tuning, "heads_per_group", lambda *sizes: 3)
-    monkeypatch.setattr(_problem, "_values", lambda array: None)  # bounds are as a GPU's: unread
+    prepare(monkeypatch)
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
