@@ -1,42 +1,96 @@
 """What compute-sanitizer watches, in a process of its own: ``python sanitized.py WHAT``.
 
-``smoke KERNEL`` runs the kernel's smoke cases on the GPU and holds them against the oracle;
-``fault`` writes past an array, to see whether the tool works on this machine. Every array is an
-allocation of its own and ends where the allocation ends, so that the tool sees the first byte too
-many.
+``attend KERNEL`` and ``differentiate KERNEL`` run the kernel's cases on the GPU and hold them
+against the oracle; ``fault`` writes past an array, to see whether the tool works on this machine.
+Every array is an allocation of its own and ends where the allocation ends, so that the tool sees
+the first byte too many.
 """
 
 import contextlib
 import sys
+from typing import Any
 
-import cupy
-import gpu
+import mutations_bwd_sm80
+import mutations_bwd_sm90
+import mutations_dbias
 import numpy as np
-from cases import SMOKE
-from harness import GPU_KERNEL, HOPPER, judge
-from strided import GUARD, Strided
+from cases import SMOKE, Case
+from gradients import judge as judge_gradients
+from gradients import seeds_of
+from harness import GPU_KERNEL, HOPPER, METADATA, fetch, hosted, judge, placed, strided
+from strided import Strided
 
 import cupyflash
+from cupyflash import Gradients, _backward_sm80, _backward_sm90
 
-CASES = {GPU_KERNEL: SMOKE, HOPPER: SMOKE[:2]}
 FAULT = 'extern "C" __global__ void fault(char *array, int size) { array[size] = 1; }'
+CASES: dict[str, dict[str, Case]] = {
+    GPU_KERNEL: {case.id: case for case in SMOKE},
+    HOPPER: {case.id: case for case in SMOKE[:2]},
+}
+GENERIC, OF_HOPPER = mutations_bwd_sm80.PROBLEMS, mutations_bwd_sm90.PROBLEMS
+# Together they launch every kernel of gradients.
+GRADIENTS: dict[str, dict[str, Case]] = {
+    _backward_sm80.NAME: {
+        name: GENERIC[name]
+        for name in (
+            "causal", "odd head dims", "sharers", "one maker", "in order, window", "sink",
+            "dropout, 16 keys", "packed",
+        )
+    } | {"dbias in parts": mutations_dbias.PROBLEMS["in parts"][0]},
+    _backward_sm90.NAME: {
+        name: OF_HOPPER[name] for name in ("causal", "two panels", "wide", "packed")
+    } | {"sink": GENERIC["sink"]},
+}  # fmt: skip
 
 
-def exact(array: Strided) -> Strided:
+def exact(array: Strided | np.ndarray) -> Strided:
     """Copy an array into a storage without guard bands."""
-    offset = array.layout.offset - GUARD
+    array = strided(array)
+    offset = array.layout.offset - array.layout.guard
     return Strided.of(array.host, array.layout._replace(offset=offset, guard=0))
 
 
-def smoke(kernel: str) -> None:
-    for case in CASES[kernel]:
+def exactly(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options whose arrays, but lengths, are without guard bands."""
+    return {
+        name: exact(x) if name not in METADATA and isinstance(x, Strided | np.ndarray) else x
+        for name, x in options.items()
+    }
+
+
+def attend(kernel: str, place: str = "gpu") -> None:
+    for name, case in CASES[kernel].items():
         arrays = [exact(x) for x in case.arrays()]
         if kernel == HOPPER:
             arrays[1].host[:, :8] *= 64  # met last: warps have to look at their tiles again
-        operands = [x.device for x in arrays]
+        operands = [x.on(place) for x in arrays]
         out, lse = cupyflash.attention(*operands, kernel=kernel, return_lse=True, **case.options)
-        judge((gpu.fetch(out), gpu.fetch(lse)), *arrays, **case.options)
-        print(case.id)
+        judge(fetch(place, out, lse), *arrays, **case.options)
+        print(name)
+
+
+def differentiate(kernel: str, place: str = "gpu") -> None:
+    """Run the backward cases of a kernel, after a forward pass on the host."""
+    for name, case in GRADIENTS[kernel].items():
+        q, k, v = (exact(x) for x in case.arrays())
+        options = exactly(case.options)
+        dout, dlse = seeds_of(q.host, v.host)
+        packed = "cu_seqlens_q" in options
+        results = (cupyflash.attention_varlen if packed else cupyflash.attention)(
+            q.host, k.host, v.host, kernel="cpu", return_lse=True, **hosted(options)
+        )
+        given = [exact(x).on(place) for x in (dout, q, k, v, *results)]
+        grads = cupyflash.attention_backward(
+            *given,
+            dlse=exact(dlse).on(place),
+            kernel=kernel,
+            deterministic=name.startswith("in order"),
+            **placed(place, options),
+        )
+        host = Gradients(*(None if x is None else fetch(place, x)[0] for x in grads))
+        judge_gradients(host, q, k, v, dout, dlse, **options)
+        print(name)
 
 
 def fault() -> None:
@@ -47,5 +101,8 @@ def fault() -> None:
 
 
 if __name__ == "__main__":
+    import cupy
+
     cupy.cuda.set_allocator(None)
-    {"smoke": smoke, "fault": fault}[sys.argv[1]](*sys.argv[2:])
+    what = {"attend": attend, "differentiate": differentiate, "fault": fault}
+    what[sys.argv[1]](*sys.argv[2:])

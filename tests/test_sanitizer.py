@@ -1,4 +1,4 @@
-"""The smoke cases under compute-sanitizer, in a child process (GPU)."""
+"""Small cases under compute-sanitizer, in a child process (GPU)."""
 
 import shutil
 import subprocess
@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gradients
 import pytest
+import sanitized
+from emulated import needs_compiler
 from harness import GPU_KERNELS, attend, run_child
+from sanitized import CASES, GRADIENTS
 
-pytestmark = pytest.mark.gpu
+import cupyflash
+
+SOURCES = Path(__file__).resolve().parents[1] / "cuda" / "kernels"
 SCRIPT = Path(__file__).with_name("sanitized.py")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = 86  # the exit status that the tool is told to give where it finds an error
 
 
@@ -31,16 +38,39 @@ def sanitizer() -> None:
         pytest.skip(f"compute-sanitizer does not work on this machine: {planted.stdout[-300:]}")
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("sanitizer")
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_smoke_cases_are_clean(cp: Any, tool: str, kernel: str) -> None:
-    from sanitized import CASES
-
     x = cp.ones((1, 8, 1, 64), cp.float16)
     attend(kernel, x, x, x)  # skips where this GPU is not the kernel's
-    child = sanitize(tool, "smoke", kernel)
+    child = sanitize(tool, "attend", kernel)
     assert child.returncode == 0, child.stdout[-5000:]
-    for case in CASES[kernel]:
-        assert case.id in child.stdout
+    for name in CASES[kernel]:
+        assert name in child.stdout.splitlines()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("sanitizer")
+@pytest.mark.parametrize("kernel", GRADIENTS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_gradients_are_clean(tool: str, kernel: str) -> None:
+    q, k, v = next(iter(GRADIENTS[kernel].values())).arrays()
+    gradients.check(kernel, q, k, v)  # skips where this GPU is not the kernel's
+    child = sanitize(tool, "differentiate", kernel)
+    assert child.returncode == 0, child.stdout[-5000:]
+    for name in GRADIENTS[kernel]:
+        assert name in child.stdout.splitlines()
+
+
+@needs_compiler
+def test_the_cases_launch_every_kernel() -> None:
+    with cupyflash.emulate(seed=2) as session:
+        for kernel in CASES:
+            sanitized.attend(kernel, place="cpu")
+        for kernel in GRADIENTS:
+            sanitized.differentiate(kernel, place="cpu")
+    assert session.stats.keys() == {path.stem for path in SOURCES.glob("*.cu")}
