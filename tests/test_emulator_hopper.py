@@ -271,6 +271,10 @@ FAULTS = {
         f"{ONE_BARRIER} if (t == 0) ptx::mbarrier_arrive_expect_tx(full[0], 16);",
         r"the block exits, and the mbarrier at \+3072 .* has phase 0, .* tx bytes 16",
     ),
+    "a turn that nobody takes": (
+        "if (warp == 1) ptx::named_barrier_arrive(3, 64);",
+        "the block exits, and 32 of 64 threads have come to named barrier 3",
+    ),
     "two copies into the same bytes": (
         f"{LOADED} if (t == 0) ptx::bulk_load(tile[0] + 1008, p.x, 32, full[0]);", IN_FLIGHT,
     ),

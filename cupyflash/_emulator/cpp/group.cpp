@@ -89,6 +89,15 @@ std::string NamedBarrier::state() const {
 void named_barrier_sync(uint32_t id, uint32_t threads, Loc loc) { come(id, threads, true, loc); }
 void named_barrier_arrive(uint32_t id, uint32_t threads, Loc loc) { come(id, threads, false, loc); }
 
+// Whoever waits at one has not exited, so these arrived without waiting.
+void leave_named_barriers() {
+  for (const NamedBarrier &barrier : machine.block->named_barriers)
+    if (barrier.arrived)
+      fail(barrier.loc,
+           "the block exits, and %u of %u threads have come to named barrier %d, of which this is the first",
+           barrier.arrived, barrier.threads, barrier.id);
+}
+
 void RegisterPool::start(int threads) {
   warpgroups.assign(threads / WARPGROUP, {});
   free = 0;

@@ -48,7 +48,10 @@ void thread_main() {
   leave_warpgroup();
   leave_warp();
   self.exited = true;
-  if (--machine.block->alive == 0) leave_loads();
+  if (--machine.block->alive == 0) {
+    leave_loads();
+    leave_named_barriers();
+  }
   leave_barrier();
   if (!self.block->alive) finish(*self.block);
   run_next();

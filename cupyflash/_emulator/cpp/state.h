@@ -176,7 +176,8 @@ void leave_barrier();
 void leave_warp();
 void leave_copies();
 void leave_stores();
-void leave_loads();  // of the block, with its last thread
+void leave_loads();           // of the block, with its last thread
+void leave_named_barriers();  // likewise
 void leave_warpgroup();
 
 }  // namespace emu
