@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import Case
 from harness import (
     GPU_KERNEL,
     HOPPER,
@@ -37,6 +38,7 @@ NIGHTLY = int(os.environ.get("CUPYFLASH_EMULATOR_SEEDS", 0))
 SEEDS = tuple(range(NIGHTLY)) or (0, 2, 3)
 # And threads at random with copies at random: what is wrong between roles of a block.
 SEEDS_OF = {GPU_KERNEL: SEEDS, HOPPER: tuple(range(NIGHTLY)) or (*SEEDS, 8)}
+EACH = 7  # at night a case that shares the seeds with others has each seventh of them
 ARCH = 90
 
 needs_compiler = pytest.mark.skipif(
@@ -48,6 +50,12 @@ def every_other_at_night(cases: Iterable[Any]) -> list[Any]:
     """Return parameters of a test, of which the nightly run alone has each second one."""
     marks = ((), pytest.mark.nightly)
     return [pytest.param(case, marks=marks[n % 2]) for n, case in enumerate(cases)]
+
+
+def shared_seeds(case: Case, kernel: str = GPU_KERNEL) -> tuple[int, ...]:
+    """Return the seeds of one of many cases among which a kernel's are spread: one by day."""
+    seeds, number = SEEDS_OF[kernel], sum(case.id.encode())
+    return seeds[number % EACH :: EACH] if NIGHTLY > EACH else (seeds[number % len(seeds)],)
 
 
 def run(

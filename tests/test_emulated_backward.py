@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import ALONE, EDGES, MEMORY, VARLEN, Case, Modified
-from emulated import SEEDS, needs_compiler
+from emulated import SEEDS, needs_compiler, shared_seeds
 from gradients import emulated, judge, judge_case, kept_scratch, seeds_of
 from harness import same_bits
 
@@ -87,14 +87,9 @@ SETS = tuple(
 LOW = Case(40, 1, 16, 16, "float16", heads_q=2, heads_k=2, softmax_scale=9.0, label="low")
 
 
-def seed_of(case: Case) -> int:
-    """Spread the seeds over cases that run with one of them."""
-    return SEEDS[sum(case.id.encode()) % len(SEEDS)]
-
-
 def check(case: Case, seeds: tuple[int, ...] | None = None, **options: Any) -> None:
     """Hold the gradients of the first seed against the oracle; others have the bits but dQ's."""
-    seeds = seeds or (seed_of(case),)
+    seeds = seeds or shared_seeds(case)
     with kept_scratch() as scratch:
         first, *others = (emulated(KERNEL, case, seed, **options) for seed in seeds)
     options.pop("arch", None)

@@ -8,7 +8,7 @@ import dbias
 import numpy as np
 import pytest
 from cases import MODIFIERS, ROWWISE, Case, Modified
-from emulated import SEEDS, needs_compiler
+from emulated import SEEDS, needs_compiler, shared_seeds
 from gradients import seeds_of
 from harness import same_bits
 from mutations import WRONG, Mutation
@@ -116,7 +116,8 @@ TILES = tuple(
 
 @pytest.mark.parametrize("case", TILES, ids=lambda case: case.id)
 def test_head_dims_and_dtypes(case: Modified, few_blocks: None) -> None:
-    dbias.check(*case.arrays(), **case.options)
+    for seed in shared_seeds(case):
+        dbias.check(*case.arrays(), seed=seed, **case.options)
 
 
 def test_the_tiles_of_a_multiprocessor_of_100_kib(few_blocks: None) -> None:
@@ -134,8 +135,9 @@ def test_any_strides(n: int, memory: str) -> None:
     dout, dlse = seeds_of(q.host, v.host)
     there = Strided.of(dout, memory)
     bias = normal(1, 2, 2, 20, 70)
-    result = dbias.run(q, k, v, there, dlse, attn_bias=bias, **case.options)
-    dbias.judge(result, q, k, v, dout, dlse, attn_bias=bias, **case.options)
+    for seed in shared_seeds(case):
+        result = dbias.run(q, k, v, there, dlse, attn_bias=bias, seed=seed, **case.options)
+        dbias.judge(result, q, k, v, dout, dlse, attn_bias=bias, **case.options)
 
 
 def test_gradients_that_repeat_are_read_as_they_lie() -> None:
@@ -156,7 +158,8 @@ def test_each_modifier(name: str, few_blocks: None) -> None:
     case = Modified(
         39, 70, 16, 16, "float16", 2, **HEADS, causal=True, modifiers=(name, "bias_fp16")
     )
-    dbias.check(*case.arrays(), seed=3, **case.options)
+    for seed in shared_seeds(case):
+        dbias.check(*case.arrays(), seed=seed, **case.options)
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, EDGES, LENGTHS, MEMORY, SMOKE, Case
-from emulated import SEEDS, SEEDS_OF, arrays, check, needs_compiler, run
+from emulated import SEEDS, arrays, check, needs_compiler, run, shared_seeds
 from harness import GPU_KERNEL, GPU_KERNELS, HOPPER, judge, same_bits
 from strided import Strided
 
@@ -103,12 +103,6 @@ TILINGS = {
 }
 
 
-def seed_of(case: Case, kernel: str = GPU_KERNEL) -> int:
-    """Spread the seeds over cases that run with one of them."""
-    seeds = SEEDS_OF[kernel]
-    return seeds[sum(case.id.encode()) % len(seeds)]
-
-
 def suites(generic: Iterable[Case], hopper: Iterable[Case]) -> pytest.MarkDecorator:
     """Parametrise a test by the kernels, each with cases of its own."""
     pairs = [(GPU_KERNEL, case) for case in generic] + [(HOPPER, case) for case in hopper]
@@ -123,7 +117,7 @@ def test_every_class_of_head_dims(kernel: str, case: Case) -> None:
 
 @suites(ODD_DIMS, PADDED_DIMS)
 def test_odd_head_dims(kernel: str, case: Case) -> None:
-    seeds = None if kernel == GPU_KERNEL else (seed_of(case, kernel),)
+    seeds = None if kernel == GPU_KERNEL else shared_seeds(case, kernel)
     check(*case.arrays(), kernel=kernel, seeds=seeds, **case.options)
 
 
@@ -139,14 +133,14 @@ def test_smoke_case(kernel: str, case: Case) -> None:
 
 @suites(EDGE_CASES, HOPPER_EDGES)
 def test_edge_case(kernel: str, case: Case) -> None:
-    check(*case.arrays(), kernel=kernel, seeds=(seed_of(case, kernel),), **case.options)
+    check(*case.arrays(), kernel=kernel, seeds=shared_seeds(case, kernel), **case.options)
 
 
 @suites(MEMORY, HOPPER_MEMORY)
 def test_any_strides(kernel: str, case: Case) -> None:
     """Each array ends where its memory ends, so that a byte read beyond it is a fault."""
     case = replace(case, batch=2, heads_q=2, heads_k=2)
-    check(*case.arrays(), kernel=kernel, seeds=(seed_of(case, kernel),), **case.options)
+    check(*case.arrays(), kernel=kernel, seeds=shared_seeds(case, kernel), **case.options)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -162,14 +156,14 @@ def test_pairs_of_lengths(
     for len_k in lengths_k:
         case = Case(len_q, len_k, dim, dim, "float16", **band)
         try:
-            check(*case.arrays(), kernel=kernel, seeds=(seed_of(case, kernel),), **case.options)
+            check(*case.arrays(), kernel=kernel, seeds=shared_seeds(case, kernel), **case.options)
         except (AssertionError, cupyflash.KernelFault) as failure:
             raise AssertionError(f"{case.id}: {failure}") from None
 
 
 @suites(GROUPS, GROUPS)
 def test_groups_of_rows_see_different_blocks(kernel: str, case: Case) -> None:
-    seeds = None if kernel == HOPPER else (seed_of(case),)
+    seeds = None if kernel == HOPPER else shared_seeds(case)
     check(*case.arrays(), kernel=kernel, seeds=seeds, **case.options)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import MODIFIERS, Modified
-from emulated import SEEDS_OF, check, every_other_at_night, needs_compiler, run
+from emulated import (
+    SEEDS_OF,
+    check,
+    every_other_at_night,
+    needs_compiler,
+    run,
+    shared_seeds,
+)
 from harness import HOPPER, hosted, same_bits
 
 from cupyflash import _explain, _kernels, _problem, _tuning_sm90
@@ -103,9 +110,7 @@ def test_no_case_is_refused(case: Modified) -> None:
 
 @cases(*ALONE)
 def test_each_alone(case: Modified) -> None:
-    seeds = SEEDS_OF[HOPPER]
-    seed = seeds[ALONE.index(case) % len(seeds)]
-    check(*case.arrays(), kernel=HOPPER, seeds=(seed,), **case.options)
+    check(*case.arrays(), kernel=HOPPER, seeds=shared_seeds(case, HOPPER), **case.options)
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.id)
