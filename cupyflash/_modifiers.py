@@ -4,6 +4,7 @@ Every kernel's Params end with those of its mask, score, dropout, sink and seque
 as whole 8-byte words. A policy that is not there has one word that nobody reads.
 """
 
+import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ __all__ = [
     "pack_sink",
     "places",
     "policies",
+    "softcap",
 ]
 
 WORD = 8  # bytes
@@ -40,7 +42,7 @@ INTEGERS = struct.Struct("<Qq2i")
 PREFIX_LM = struct.Struct("<2i")  # after its integers
 SEGMENT_IDS = struct.Struct("<Q2q")  # of queries, or of keys
 SEGMENTS = struct.Struct("<2i")  # after both
-SOFTCAP = struct.Struct("<2f")
+SOFTCAP = struct.Struct("<8f")
 ALIBI = struct.Struct("<Q2q2i")
 DROPOUT = struct.Struct("<3QIf2i")
 SINK = struct.Struct("<Qq")
@@ -60,6 +62,11 @@ SIZES = {
     "Packed": 4 * INTEGERS.size,
     **dict.fromkeys(("Identity", "KeepAll", "NoSink", "Dense"), WORD),
 }
+# tanh(x) / x in powers of x^2, off by 5.5e-7 of it up to NEAR_END: a minimax fit.
+NEAR = (0.99999946, -0.33326317, 0.13190293, -0.04440222)
+NEAR_END = 0.5
+LOG2_E = math.log2(math.e)
+SMALLEST_NORMAL, LARGEST = 2.0**-126, 2.0**127  # of fp32
 # Where each type is defined, beyond the masks' own.
 HEADERS = {
     "All": "masks/all.cuh",
@@ -207,7 +214,7 @@ def _mask_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
 
 def _score_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
     if problem.softcap:
-        yield None, SOFTCAP.pack(problem.softcap, 2 / problem.softcap)
+        yield None, softcap(problem.softcap, problem.scale)
     if (slopes := operands.alibi_slopes) is not None:
         batch, head = (0, *slopes.strides)[-2:]
         bottom_right = problem.band.alignment == "bottom_right"
@@ -216,6 +223,17 @@ def _score_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
         yield "attn_bias", _dense(problem, operands.attn_bias)
     if not (problem.softcap or slopes is not None or operands.attn_bias is not None):
         yield None, UNUSED
+
+
+def softcap(cap: float, scale: float) -> bytes:
+    """Return Params of Softcap; its series is of scores before the scale, in units of log 2."""
+    square, power, series = (scale / cap) * (scale / cap), scale * LOG2_E, []
+    for coefficient in NEAR:
+        series.append(coefficient * power)
+        power *= square
+    normal = all(SMALLEST_NORMAL <= abs(c) < LARGEST for c in series)
+    reach = NEAR_END**2 / square if normal else -1.0
+    return SOFTCAP.pack(cap, 2 / cap, *(series if normal else [0.0] * len(NEAR)), reach, 0.0)
 
 
 def _dropout(problem: Problem, operands: Operands) -> bytes:

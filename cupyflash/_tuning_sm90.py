@@ -156,6 +156,9 @@ def count(policies: Policies) -> int:
 
 def _is_heavy(policies: Policies, head_dim: int) -> bool:
     """Return whether the policies of a kernel need registers that larger tiles do not leave."""
+    capped, sloped = policies.score == "Softcap", policies.score == "Alibi"
+    if policies.sequences == "Packed" and (capped or (sloped and head_dim <= 64)):
+        return True
     if count(policies) > 1:
         return True
     masks = policies.mask_bytes > SMALL_MASK
@@ -202,6 +205,8 @@ def forward_sm90(
         heavy |= not alone if dims == (128, 128) else not light
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
+    if "Softcap" in policies.score and tiles is HALF[128, 128]:  # S 8192, full: 566 (500 without)
+        tiles = dataclasses.replace(tiles, turns=True)
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
         tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
     return ForwardSm90(

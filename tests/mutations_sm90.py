@@ -9,13 +9,14 @@ from mutations import FALLING, WRONG, Mutation, case
 from cupyflash._tuning_sm90 import Tiles
 
 KERNEL = "kernels/attention_fwd_sm90.cu"
-SHARED, PRODUCER, CONSUMER = (
-    f"roles/forward_{name}sm90.cuh" for name in ("", "producer_", "consumer_")
+SHARED, PRODUCER, CONSUMER, SCORES = (
+    f"roles/forward_{name}sm90.cuh" for name in ("", "producer_", "consumer_", "scores_")
 )
 RING, PANELS, GROUP, SOFTMAX, RESCORE, OUTPUT, FP8 = (
     f"tile/{name}.cuh"
     for name in ("ring", "panels", "warpgroup", "lazy_softmax", "rescore", "output", "fp8")
 )
+SOFTCAP, ALIBI, BIAS = (f"scores/{name}.cuh" for name in ("softcap", "alibi", "bias"))
 
 
 class Poisoned(Modified):
@@ -69,6 +70,12 @@ PROBLEMS = {
         250, 200, 64, 64, "float16", batch=3, heads_q=2, heads_k=1, modifiers=("used_q", "used_k")
     ),
     "dropout": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("dropout",)),
+    "drawn before": Modified(
+        70, 300, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("dropout",)
+    ),
+    "softcap": Modified(70, 500, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("softcap",)),
+    "alibi": Modified(200, 300, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("alibi",)),
+    "bias read before": Modified(70, 300, 64, 64, heads_q=2, heads_k=1, modifiers=("bias_bf16",)),
     "mask": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("mask",)),
     "sink": Modified(
         200, 130, 64, 64, "float16", heads_q=2, heads_k=2, causal=True, modifiers=("sink",)
@@ -82,6 +89,10 @@ TILES = {
     "one buffer of Q": Tiles(64, 2, 3, 2, 1),
     "passing over": Tiles(32, 3, 2, 4, 2),
     "few slots": Tiles(48, 3, 1, 3, 2),
+    "drawn before": Tiles(64, 2, 2, 2, 2),
+    "softcap": Tiles(64, 2, 2, 2, 2),
+    "alibi": Tiles(64, 2, 2, 2, 2),
+    "bias read before": Tiles(64, 2, 2, 2, 2),
 }
 
 IN_FLIGHT = "into which a copy is in flight"
@@ -134,9 +145,9 @@ SYNCHRONISATION = (
         "    ptx::wgmma_wait<0>();\n    release_v();\n    follow",
         "    release_v();\n    ptx::wgmma_wait<0>();\n    follow", "many tiles", STILL_READ),
     Mutation("Q is released before the last product with it has ended", CONSUMER,
-        "    ptx::wgmma_wait<1>();\n    modify(",
-        "    if (!STAGED && final) release_q(slot), final = false;\n"
-        "    ptx::wgmma_wait<1>();\n    modify(", "one buffer of Q", STILL_READ),
+        "      ptx::wgmma_wait<1>();\n      const bool guessed",
+        "      if (!STAGED && final) release_q(slot), final = false;\n"
+        "      ptx::wgmma_wait<1>();\n      const bool guessed", "one buffer of Q", STILL_READ),
     Mutation("a block of K that is passed over is not released", CONSUMER,
         "before its next phase may begin\n      release_k();",
         "before its next phase may begin\n      k.advance();", "many tiles", DEADLOCK),
@@ -153,7 +164,8 @@ SYNCHRONISATION = (
         "  ptx::warp_barrier();  // every lane has read", "  // every lane has read",
         "scores that grow, O staged", NO_BARRIER),
     Mutation("the wait for S is left out", CONSUMER,
-        "    ptx::wgmma_wait<1>();\n    modify(", "    modify(", "negative scale", OWNED),
+        "      ptx::wgmma_wait<1>();\n      const bool guessed", "      const bool guessed",
+        "negative scale", OWNED),
     Mutation("the wait for O is left out", CONSUMER,
         "    ptx::wgmma_wait<0>();\n    release_v();\n    follow",
         "    release_v();\n    follow", "causal", OWNED),
@@ -271,7 +283,7 @@ MEMORY = (
     Mutation("O is stored one row too far", CONSUMER,
         "first_q(p, at) + row, at.head", "first_q(p, at) + row + 1, at.head",
         "causal", WRONG),
-    Mutation("groups of rows share a buffer of Q", CONSUMER,
+    Mutation("groups of rows share a buffer of Q", SCORES,
         "(slot * CONSUMERS + group) * Queries", "slot * CONSUMERS * Queries", "causal", IN_FLIGHT),
 )
 LAYOUT = (
@@ -341,11 +353,11 @@ ARITHMETIC = (
         "      l[r] *= shrink[r];\n      fused", "      fused", "causal", WRONG),
     Mutation("guessed weights may overflow", SOFTMAX,
         "LIMIT<Float16> = 8192.0f", "LIMIT<Float16> = 1e30f", "scores that grow", WRONG),
-    Mutation("the weights of a wrong guess are taken for scores", CONSUMER,
-        "if (softmax.settled) rescore(modifiers.score, len_k(p, here), row, slot, key);", "",
+    Mutation("the weights of a wrong guess are taken for scores", SCORES,
+        "      rescore(slot);\n    }\n    if (QUICK", "    }\n    if (QUICK",
         "scores that grow", WRONG),
-    Mutation("scores that are computed again are not scaled", CONSUMER,
-        "warp, ptx::lane());\n    modify(modifier, keys, row, key);", "warp, ptx::lane());",
+    Mutation("scores that are computed again are not scaled", SCORES,
+        "if (QUICK || tried) modify", "if (QUICK) modify",
         "negative scores that grow", WRONG),
     Mutation("the maximum is that of two lanes of four", SOFTMAX,
         "top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 2));\n      const",
@@ -358,7 +370,7 @@ ARITHMETIC = (
         "l[r] == 0.0f ? 0.0f : 1.0f / l[r]", "1.0f / l[r]", "rows without keys", WRONG),
     Mutation("the LSE stays in base 2", SOFTMAX,
         "m[r] * LN_2 * c + LN_2 *", "m[r] * c +", "causal", WRONG),
-    Mutation("a negative scale is not applied before the maximum", CONSUMER,
+    Mutation("a negative scale is not applied before the maximum", SCORES,
         "return !(factor() >= SMALLEST_NORMAL);", "return false;", "negative scale", WRONG),
     Mutation("fp8: the LSE is that of weights without an offset", SOFTMAX,
         "(ptx::lg2(l[r]) - OFFSET<T>)", "ptx::lg2(l[r])", "fp8", WRONG),
@@ -381,15 +393,15 @@ ARITHMETIC = (
         "v_tile(), !PROMOTED)", "v_tile(), true)", "fp8", WRONG),
 )
 MASKS = (
-    Mutation("a block past the last key counts as whole", CONSUMER,
+    Mutation("a block past the last key counts as whole", SCORES,
         "key + BLOCK_K <= len_k(p, at) && mask.whole", "mask.whole", "full", WRONG),
-    Mutation("keys past the last are not hidden", CONSUMER,
+    Mutation("keys past the last are not hidden", SCORES,
         "end[r] = seen.end - column;", "end[r] = BLOCK_K;", "full", WRONG),
-    Mutation("keys past the last are hidden by bounded masks only", CONSUMER,
+    Mutation("keys past the last are hidden by bounded masks only", SCORES,
         "score = column + c < len_k(p, at) ? score : -INFINITE;", "", "mask", WRONG),
-    Mutation("a window has no lower bound", CONSUMER,
+    Mutation("a window has no lower bound", SCORES,
         "seen.begin > 0 ? seen.begin - column : 0;", "0;", "window", WRONG),
-    Mutation("the mask is that of the rows of the first warp", CONSUMER,
+    Mutation("the mask is that of the rows of the first warp", SCORES,
         "q = row + warp * 16, column", "q = row, column", "causal", WRONG),
     Mutation("the first block of a tile is not masked", CONSUMER,
         "if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);", "",
@@ -397,7 +409,7 @@ MASKS = (
     Mutation("a block with one key to see is not walked", SHARED,
         "(keys.end - 1) / BLOCK_K * BLOCK_K", "(keys.end - 2) / BLOCK_K * BLOCK_K",
         "one key beyond a block", WRONG),
-    Mutation("a block with one hidden pair counts as whole", CONSUMER,
+    Mutation("a block with one hidden pair counts as whole", SCORES,
         "mask.whole(row, min(row + 64", "mask.whole(row + 1, min(row + 64",
         "a corner beyond a block", WRONG),
 )
@@ -439,10 +451,26 @@ MODIFIERS = (
         "        tiles_begin = tiles_end;\n", "", "packed", "a store of 4 bytes at lse -"),
     Mutation("all tiles have the modifiers of one", PRODUCER,
         "kept.modifiers[announced % TILES]", "kept.modifiers[0]", "many sequences", NO_BARRIER),
-    Mutation("neighbouring columns share a draw", CONSUMER,
-        "s.column(n + odd, lane)", "s.column(n, lane)", "dropout", WRONG),
-    Mutation("halves of a draw change places", CONSUMER,
+    Mutation("neighbouring columns share a draw", SCORES,
+        "n / 2 * 32 + n % 2, bits", "n / 2 * 32, bits", "dropout", WRONG),
+    Mutation("halves of a draw change places", SCORES,
         "dropout.keep(bits, e / 4, e % 4)", "dropout.keep(bits, 1 - e / 4, e % 4)", "dropout",
+        WRONG),
+    Mutation("bits that are drawn before are those of other columns", SCORES,
+        "drop(dropout, n, draws.bits[n])", "drop(dropout, n, draws.bits[n ^ 1])", "drawn before",
+        WRONG),
+    Mutation("a capped score beyond the series is taken from it", SOFTCAP,
+        "most <= reach", "most >= 0.0f", "softcap", WRONG),
+    Mutation("K is given back before its first scores may be computed again", CONSUMER,
+        "      modify_all(modifiers.score, here, row, slot, key);\n      release_k();",
+        "      release_k();\n      modify_all(modifiers.score, here, row, slot, key);",
+        "softcap", IN_FLIGHT),
+    Mutation("ALiBi counts on one side of the diagonal what lies on both", ALIBI,
+        "return aside;", "return true;", "alibi", WRONG),
+    Mutation("ALiBi falls before the diagonal and after it", ALIBI,
+        "before ? block.unit : -block.unit", "block.unit", "alibi", WRONG),
+    Mutation("a bias that is read before is that of the other row", BIAS,
+        "pair = pairs[column / 4 + r]", "pair = pairs[column / 4 + 1 - r]", "bias read before",
         WRONG),
     Mutation("what dropout leaves is not rescaled", CONSUMER,
         "    rescale(p.dropout, inverse);\n", "", "dropout", WRONG),

@@ -85,6 +85,34 @@ MASK(AllOfFour, All<Window, PrefixLM, Segments<8>, DenseMask>)
       }                                                                                                           \
   }
 
+// What a quick policy makes of the scores of 16 rows and 32 keys from (q, k) on. 0: it does not apply, 1: not to these
+// scores, 2: it does.
+#define QUICK(NAME, ...)                                                                                              \
+  static_assert(__VA_ARGS__::QUICK);                                                                                  \
+  EXPORT int NAME##_quick(const void *params, int batch, int head, int len_q, int len_k, int q, int k, float scale,   \
+                          float unit, float *scores) {                                                                \
+    return quick<__VA_ARGS__>(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k, q, k, scale, unit, scores); \
+  }
+template <class Score>
+int quick(const typename Score::Params &p, int batch, int head, int len_q, int len_k, int q, int k, float scale,
+          float unit, float *scores) {
+  const Score score(p, batch, head, len_q, len_k);
+  int said = 2;
+  for (int lane = 0; lane < 32; ++lane) {
+    const int row = lane / 4, column = lane % 4 * 2;
+    typename Score::template Quick<32> quick(score, p, {q, q + 16, k, k + 32, q + row, k + column, scale * unit, unit});
+    if (!quick.applies()) return 0;
+    for (int r = 0; r < 2; ++r)
+      for (int c = 0; c < 32; c += 8) {
+        float shift[2] = {quick.base(r), quick.base(r)}, *pair = scores + (row + 8 * r) * 32 + column + c;
+        quick.shift(shift, r, c);
+        for (int i = 0; i < 2; ++i) pair[i] = ptx::fma(pair[i], quick.gain(pair[i]), shift[i]);
+      }
+    if (!quick.holds()) said = 1;
+  }
+  return said;
+}
+
 SCORE(Identity, Identity)
 SCORE(Softcap, Softcap)
 SCORE(Alibi, Alibi)
@@ -109,6 +137,14 @@ SCORE(ChainOfOne, Chain<Alibi>)
 SCORE(CapThenBias, Chain<Softcap, RowFloat32>)
 SCORE(BiasThenCap, Chain<RowFloat32, Softcap>)
 SCORE(ChainOfThree, Chain<Softcap, Alibi, RowBfloat16>)
+QUICK(Identity, Identity)
+QUICK(Softcap, Softcap)
+QUICK(Alibi, Alibi)
+QUICK(BiasFloat162, PairedFloat16)
+QUICK(BiasBfloat162, PairedBfloat16)
+QUICK(QuickChain, Chain<Softcap, Alibi, PairedBfloat16>)
+static_assert(!RowBfloat16::QUICK && !PairedFloat32::QUICK && !Chain<Alibi, RowBfloat16>::QUICK);
+static_assert(!Chain<Alibi, Softcap>::QUICK);  // a cap is no sum with what is before it
 
 EXPORT void integers(const void *params, int count, i64 low, i64 high, i64 *values, i64 *clipped) {
   const Integers &x = as<Integers>(params);

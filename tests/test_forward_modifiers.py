@@ -218,6 +218,26 @@ def test_scores_far_beyond_and_far_below_the_cap(kernel: str, cap: float) -> Non
     check(kernel, q * 4, k * 4, v, softcap=cap)
 
 
+@pytest.mark.parametrize("first", [0, 130, 290])
+def test_scores_beside_the_cap_in_some_keys_alone(kernel: str, first: int) -> None:
+    """Some blocks of keys are near zero against the cap, one is far beyond it."""
+    q, k, v = inputs(150, 320)
+    k[:, first : first + 9] *= 40
+    check(kernel, q, k, v, softcap=30.0)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_bias_that_hides_and_lifts_keys_of_later_blocks(kernel: str, offset: int) -> None:
+    """Of pairs that lie as words of 32 bits do, and not; -inf, the least and large numbers."""
+    q, k, v = inputs(150, 320)
+    storage = np.zeros((150, 322), np.float32)
+    bias = storage[:, offset : offset + 320]
+    bias[::7, 10:90], bias[1::7, 40:200], bias[3::7, 5] = -np.inf, -6e4, 6e4
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        small = storage.astype(dtype)[:, offset : offset + 320]
+        check(kernel, q, k, v, attn_bias=small)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 12])
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi_of_any_number_of_heads_where_keys_exceed_queries(

@@ -18,7 +18,6 @@ from cupyflash._modifiers import (
     SEGMENT_IDS,
     SEGMENTS,
     SIZES,
-    SOFTCAP,
 )
 from cupyflash.masks import Band, PrefixLM, Segments
 
@@ -311,8 +310,8 @@ def test_identity_changes_no_bit(library: Policies) -> None:
         assert got.tobytes() == scores.tobytes()
 
 
-def softcap_params(cap: float) -> bytes:
-    return SOFTCAP.pack(cap, 2 / cap)
+def softcap_params(cap: float, scale: float = 1.0) -> bytes:
+    return _modifiers.softcap(cap, scale)
 
 
 # Of tanh(x) / x = P / Q with 2 x = score * inverse, y = 4 x * x and 4 FMAs of positive terms each
@@ -471,6 +470,129 @@ def test_the_extremes_of_a_bias_stay(library: Policies) -> None:
         bias = np.array([[[[least, -np.inf, np.inf, np.nan, 1 + 2.0**-24]]]], ELEMENTS[element])
         got = library.apply(f"Bias{element}1", pairs(bias), np.zeros((1, 5)), (1, 5))[0]
         np.testing.assert_array_equal(got, bias[0, 0, 0].astype(np.float32))
+
+
+# Quick arithmetic
+
+
+NATURAL, BASE_2 = 1.0, float(np.float32(np.log2(np.e)))
+DOES_NOT_APPLY, DOES_NOT_HOLD, HOLDS = range(3)
+
+
+def test_the_series_of_softcap() -> None:
+    """In fp64 it is tanh(x) / x to 5.6e-7, up to the end and no further than needed."""
+    x = np.linspace(1e-6, _modifiers.NEAR_END, 100001)
+    series = np.polyval(_modifiers.NEAR[::-1], x * x)
+    np.testing.assert_allclose(series * x, np.tanh(x), rtol=5.6e-7, atol=0)
+
+
+# The series and its rounding: the first coefficient, the last sum and the product with the score
+# u each, what comes before them counts by a tenth, 5u; scale and unit u each.
+SERIES_ERROR = 5.6e-7 + (3 + 0.5 + 2) * U
+
+
+@pytest.mark.parametrize("unit", [NATURAL, BASE_2])
+@pytest.mark.parametrize(
+    ("cap", "scale"), [(1.0, 1.0), (30.0, 0.088), (50.0, -0.3), (1e3, 1.0), (1e-3, 1e-2)]
+)
+def test_a_quick_softcap(
+    library: Policies, rng: np.random.Generator, cap: float, scale: float, unit: float
+) -> None:
+    """Up to half of the cap it is the series, and one score beyond is noticed."""
+    end = cap / abs(scale) / 2
+    scores = (rng.uniform(-0.999, 0.999, (16, 32)) * end).astype(np.float32)
+    params = softcap_params(cap, scale)
+    said, got = library.quick("Softcap", params, scores, (16, 32), scale=scale, unit=unit)
+    expected = cap * np.tanh(scale * scores.astype(np.float64) / cap) * unit
+    assert said == HOLDS
+    np.testing.assert_allclose(got, expected, rtol=SERIES_ERROR, atol=0)
+    for beyond in (1.001 * end, -1.001 * end, 1e30, -np.inf):
+        scores[rng.integers(16), rng.integers(32)] = beyond
+        said, _ = library.quick("Softcap", params, scores, (16, 32), scale=scale, unit=unit)
+        assert said == DOES_NOT_HOLD
+        scores[np.abs(scores) > end] = 0
+
+
+@pytest.mark.parametrize(
+    ("cap", "scale"), [(1e-30, 1.0), (1e30, 1e-3), (1.0, 0.0), (2.0**-126, 1e30), (30.0, 1e-300)]
+)
+def test_a_softcap_whose_series_is_out_of_range_is_never_quick(
+    library: Policies, cap: float, scale: float
+) -> None:
+    said, _ = library.quick("Softcap", softcap_params(cap, scale), np.zeros((16, 32)), (16, 32))
+    assert said == DOES_NOT_APPLY
+
+
+@pytest.mark.parametrize("unit", [NATURAL, BASE_2])
+@pytest.mark.parametrize("slope", [0.5, -3.0, 0.0])
+def test_a_quick_alibi(
+    library: Policies, rng: np.random.Generator, slope: float, unit: float
+) -> None:
+    """On either side of the diagonal, never across it."""
+    slopes = np.array([[slope]], np.float32)
+    lengths, scale = (300, 400), 0.3
+    scores = rng.standard_normal((16, 32)).astype(np.float32)
+    applied = []
+    for alignment, q, k in itertools.product(ALIGNMENTS, range(0, 288, 16), range(0, 384, 32)):
+        params = alibi_params(slopes, alignment)
+        said, got = library.quick("Alibi", params, scores, lengths, (q, k), scale=scale, unit=unit)
+        i, j = np.ogrid[q : q + 16, k : k + 32]
+        ahead = i + (100 if alignment == "bottom_right" else 0) - j
+        assert said == (HOLDS if (ahead >= 0).all() or (ahead <= 0).all() else DOES_NOT_APPLY)
+        if said == HOLDS:
+            product, fall = scores * np.float64(np.float32(scale)) * unit, slope * unit * abs(ahead)
+            # Scale, unit and product u each; the slope u, its products with the first distance and
+            # with a column, of 31 at most, u each, the two sums u each.
+            bound = U * (3 * abs(product) + 5 * abs(slope) * unit * (abs(ahead) + 31))
+            assert (abs(got - (product - fall)) <= bound).all()
+            applied.append(bool((ahead >= 0).all()))
+    assert set(applied) == {False, True}
+
+
+@pytest.mark.parametrize("unit", [NATURAL, BASE_2])
+@pytest.mark.parametrize("element", ["Float16", "Bfloat16"])
+def test_a_quick_bias(
+    library: Policies, rng: np.random.Generator, element: str, unit: float
+) -> None:
+    """Nothing beyond the last pair is read; infinities and NaN stay."""
+    bias = rng.standard_normal((1, 1, 20, 70)).astype(ELEMENTS[element])
+    bias[..., 3, 2:5] = np.inf, -np.inf, np.nan
+    scores = rng.standard_normal((16, 32)).astype(np.float32)
+    name, params = f"Bias{element}2", pairs(bias)
+    for q, k in ((0, 0), (4, 38), (16, 64)):
+        said, got = library.quick(name, params, scores, (20, 70), (q, k), scale=0.3, unit=unit)
+        assert said == HOLDS
+        added = np.zeros((16, 32))
+        rows, columns = np.minimum(np.arange(q, q + 16), 19), np.arange(k, min(k + 32, 70))
+        added[:, : columns.size] = bias[0, 0][np.ix_(rows, columns)].astype(np.float64)
+        product = scores * np.float64(np.float32(0.3)) * unit
+        bound = U * (3 * abs(product) + 2 * abs(added) * unit)
+        expected = product + added * unit
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(got[~finite], expected[~finite])
+        assert (abs(got[finite] - expected[finite]) <= bound[finite]).all()
+
+
+def test_a_quick_chain(library: Policies, rng: np.random.Generator) -> None:
+    """A cap of the scaled scores, then ALiBi, then the bias."""
+    cap, slope, scale = 4.0, 0.25, 0.5
+    slopes = np.array([[slope]], np.float32)
+    bias = rng.standard_normal((1, 1, 50, 40)).astype(ml_dtypes.bfloat16)
+    scores = rng.uniform(-3.9, 3.9, (16, 32)).astype(np.float32)
+    params = softcap_params(cap, scale) + alibi_params(slopes, "top_left") + pairs(bias)
+    said, got = library.quick(
+        "QuickChain", params, scores, (50, 40), (32, 0), scale=scale, unit=BASE_2
+    )
+    capped = cap * np.tanh(scale * scores.astype(np.float64) / cap) * BASE_2
+    i, j = np.ogrid[32:48, :32]
+    fall, added = slope * BASE_2 * (i - j), bias[0, 0, 32:48, :32].astype(np.float64) * BASE_2
+    bound = SERIES_ERROR * abs(capped) + U * (6 * (fall + slope * BASE_2 * 31) + 2 * abs(added))
+    assert said == HOLDS
+    assert (abs(got - (capped - fall + added)) <= bound + U * abs(capped)).all()
+    across, _ = library.quick("QuickChain", params, scores, (50, 40), (0, 0), scale=scale)
+    scores[5, 7] = 4.1
+    beyond, _ = library.quick("QuickChain", params, scores, (50, 40), (32, 0), scale=scale)
+    assert (across, beyond) == (DOES_NOT_APPLY, DOES_NOT_HOLD)
 
 
 def test_chains_go_in_order(library: Policies, rng: np.random.Generator) -> None:

@@ -2,39 +2,24 @@
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/group.cuh"
-#include "roles/forward_sm90.cuh"
-#include "tile/lazy_softmax.cuh"
+#include "roles/forward_scores_sm90.cuh"
 #include "tile/output.cuh"
-#include "tile/rescore.cuh"
 
 namespace forward {
 
 // A consumer warpgroup, as one of its four warps.
-struct Consumer {
-  const Params &p;
-  Shared &shared;
-  const int group;  // of CONSUMERS
-  const int warp;   // of the warpgroup
+struct Consumer : Weigher {
   Cursor<Q_BUFFERS> q;
-  Cursor<K_STAGES> k;
   Cursor<V_STAGES> v;
-  Accumulator<BLOCK_K> s;
   Weights<T, BLOCK_K> weights;
   Accumulator<HEAD_DIM_V> o;
   Accumulator<PROMOTED ? HEAD_DIM_V : 8> product;  // of the last block of V, where it is not added by tensor cores
   float carry[2];                                  // what O is to be multiplied by before
-  LazySoftmax<T> softmax;
-  float scale;        // of the scores of the tile, where tiles differ
-  int v_owed = 0;     // blocks of V to pass over after that of the weights
-  int q_owed = NONE;  // buffer of Q that O is leaving through
+  int v_owed = 0;                                  // blocks of V to pass over after that of the weights
+  int q_owed = NONE;                               // buffer of Q that O is leaving through
 
-  DEVICE Consumer(const Params &p, Shared &shared, int group, int warp)
-      : p(p), shared(shared), group(group), warp(warp) {}
+  using Weigher::Weigher;
 
-  DEVICE u32 q_tile(u32 slot) const {
-    return ptx::smem_address(shared.q[0][0].data) + (slot * CONSUMERS + group) * Queries::BYTES;
-  }
-  DEVICE u32 k_tile() const { return ptx::smem_address(shared.k[0].data) + k.slot * Keys::BYTES; }
   DEVICE u32 v_tile() const { return ptx::smem_address(shared.v[0].data) + v.slot * Values::BYTES; }
 
   DEVICE void release_q(u32 slot) {
@@ -94,89 +79,9 @@ struct Consumer {
     q_owed = NONE;
   }
 
-  DEVICE bool whole(const Tile &at, const Mask &mask, int row, int key) const {
-    return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
-  }
-
-  // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
-  DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
-    const u32 lane = ptx::lane();
-    const int q = row + warp * 16, column = key + s.column(0, lane);
-    if constexpr (Mask::INTERVALS) {
-      int begin[2], end[2];  // of the columns that a row sees, counted from this lane's first
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Range seen = mask.keys(q + s.row(r, lane), q + s.row(r, lane) + 1);
-        begin[r] = seen.begin > 0 ? seen.begin - column : 0;  // a mask without a lower bound: nothing to compare
-        end[r] = seen.end - column;
-      }
-      s.each([&](float &score, int r, int c) { score = (c >= begin[r]) & (c < end[r]) ? score : -INFINITE; });
-    } else {
-#pragma unroll
-      for (int first = 0; first < BLOCK_K; first += COLUMNS)  // see modify
-        if (key + first < len_k(p, at))
-          s.each([&](float &score, int r,
-                     int c) { score = mask.keep(q + s.row(r, lane), column + c) ? score : -INFINITE; },
-                 first, COLUMNS);
-      s.each([&](float &score, int, int c) { score = column + c < len_k(p, at) ? score : -INFINITE; });
-    }
-  }
-
-  // Weights are 2^(c (S - m)). A scale that is not positive is applied to the scores themselves, and c is 1; one of
-  // scores that are modified is too, and c leads from e to 2.
-  DEVICE float factor() const { return FP8 ? scale : p.scale; }
-  DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
-  DEVICE float c() const { return !Score::IDENTITY ? LOG2_E : apart() ? 1.0f : factor(); }
-  // Tiles of few keys are those of several modifiers, which leave less registers to what is loaded.
-  static constexpr int MODIFIED = FP8 || BLOCK_K % 128 || Score::LOADED > 2 ? COLUMNS : Score::LOADED == 2 ? 32 : 64;
-  DEVICE void modify(const Score modifier, int keys, int row, int key) {
-    if constexpr (Score::IDENTITY) {
-      if (apart()) s.each([&](float &score, int, int) { score *= factor(); });
-    } else {
-      // Some columns at a time, which a branch keeps apart: of all at once there are more than registers.
-      const u32 lane = ptx::lane();
-#pragma unroll
-      for (int first = 0; first < BLOCK_K; first += MODIFIED)
-        if (key + first < keys)
-          s.each_pair(
-              [&](float &even, float &odd, int r, int c) {
-                even *= factor(), odd *= factor();
-                modifier.apply(even, odd, row + warp * 16 + s.row(r, lane), key + s.column(0, lane), c);
-              },
-              first, MODIFIED);
-    }
-  }
-
-  // Drops weights of the block, each thread's eight at a time.
-  template <class D>
-  DEVICE void drop(const D dropout, int keys, int row, int key) {
-    if constexpr (D::DROPS) {
-      const u32 lane = ptx::lane();
-      const int q = row + warp * 16 + s.row(0, lane);
-#pragma unroll
-      for (int i = 0; i < BLOCK_K / 16; ++i) {
-        const int n = i / 2 * 32, odd = i % 2;
-        if (key + n >= keys) continue;  // as in modify
-        u32 bits[4];
-        dropout.draw(q, key + s.column(n + odd, lane), bits);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          float &weight = s.x[(n / 8 + e % 4) * 4 + e / 4 * 2 + odd];
-          weight = dropout.keep(bits, e / 4, e % 4) ? weight : 0.0f;
-        }
-      }
-    }
-  }
-
   template <class Params>
   DEVICE static void rescale(const Params &dropout, float (&inverse)[2]) {
     if constexpr (Dropout::DROPS) inverse[0] *= dropout.rescale, inverse[1] *= dropout.rescale;
-  }
-
-  // The scores of this block of K once more, for one warp.
-  DEVICE void rescore(const Score &modifier, int keys, int row, u32 slot, int key) {
-    ::rescore<T, Queries, Keys, HEAD_DIM>(s, q_tile(slot), k_tile(), warp, ptx::lane());
-    modify(modifier, keys, row, key);
   }
 
   // What the tensor cores add to.
@@ -254,10 +159,11 @@ struct Consumer {
     rescale(p.dropout, inverse);
     softmax.reset();
     if (begins) {
+      if constexpr (FP8) scale = here.scale;
+      quickly = true;
+      modify_all(modifiers.score, here, row, slot, key);
       release_k();
       if (!STAGED && only) release_q(slot);
-      if constexpr (FP8) scale = here.scale;
-      modify(modifiers.score, len_k(p, here), row, key);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {
         softmax.raise(s, c());
@@ -266,7 +172,7 @@ struct Consumer {
       } else {
         softmax.meet(s, c());
       }
-      drop(modifiers.dropout, len_k(p, here), row, key);
+      drop(modifiers.dropout, here, row, key);
     }
     ptx::wgmma_wait<0>();
     weights.pack(s);
@@ -285,21 +191,33 @@ struct Consumer {
   // Another key block, while the weights of the one before are multiplied.
   template <bool MASKED>
   DEVICE void step(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool final) {
+    const Score &modifier = modifiers.score;
     issue_both(slot);
-    ptx::wgmma_wait<1>();
-    modify(modifiers.score, len_k(p, here), row, key);
-    if constexpr (MASKED) hide(here, modifiers.mask, row, key);
-    if constexpr (FP8) {  // whose weights have no room for a guess
-      softmax.raise(s, c());
-      softmax.template weigh<0, EARLY>(s, c());
-      if constexpr (!PROMOTED) softmax.vote();
-    } else if constexpr (MASKED) {
-      softmax.meet(s, c());
-    } else if (!softmax.settled || !softmax.guess(s, c())) {
-      if (softmax.settled) rescore(modifiers.score, len_k(p, here), row, slot, key);
-      softmax.meet(s, c());
+    if constexpr (FP8 || MASKED) {
+      ptx::wgmma_wait<1>();
+      modify_all(modifier, here, row, slot, key);
+      if constexpr (MASKED) hide(here, modifiers.mask, row, key);
+      if constexpr (FP8) {  // whose weights have no room for a guess
+        softmax.raise(s, c());
+        softmax.template weigh<0, EARLY>(s, c());
+        if constexpr (!PROMOTED) softmax.vote();
+      } else {
+        softmax.meet(s, c());
+      }
+      drop(modifiers.dropout, here, row, key);
+    } else {
+      Quick quick = foresee(modifier, row, key);
+      Draws draws;
+      draw_all(modifiers.dropout, row, key, draws);
+      ptx::wgmma_wait<1>();
+      const bool guessed = guess(quick, modifier, here, row, slot, key);
+      if (!guessed) softmax.meet(s, c());
+      if (DRAWN && guessed) {
+        drop_all(modifiers.dropout, draws);
+      } else {
+        drop(modifiers.dropout, here, row, key);
+      }
     }
-    drop(modifiers.dropout, len_k(p, here), row, key);
     release_k(FP8 ? softmax.part[0] + softmax.part[1] : 0.0f);
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();

@@ -5,7 +5,7 @@
 #include "scores/score.cuh"
 
 struct Alibi {
-  static constexpr bool IDENTITY = false;
+  static constexpr bool IDENTITY = false, QUICK = true, SHIFTS = true;
   static constexpr int LOADED = 0;
   struct Params {
     const float *slopes;  // [batch, heads_q]
@@ -30,6 +30,28 @@ struct Alibi {
     score -= penalty(static_cast<float>(q + diagonal - k));
     return 1.0f;
   }
+
+  // On one side of the diagonal distances are differences.
+  template <int>
+  struct Quick {
+    float factor, slope;
+    int first;  // distance from the thread's first score
+    bool aside;
+
+    DEVICE Quick(const Alibi &alibi, const Params &, const BlockOfScores &block)
+        : factor(block.factor), first(block.q + alibi.diagonal - block.k) {
+      const bool before = block.row + alibi.diagonal >= block.key_end - 1;
+      aside = before || block.row_end - 1 + alibi.diagonal <= block.key;
+      slope = (before ? block.unit : -block.unit) * alibi.slope;
+    }
+    DEVICE bool applies() const { return aside; }
+    DEVICE float gain(float) { return factor; }
+    DEVICE float base(int r) const { return -slope * static_cast<float>(first + 8 * r); }
+    DEVICE void shift(float (&x)[2], int, int column) const {
+      x[0] += slope * static_cast<float>(column), x[1] += slope * static_cast<float>(column + 1);
+    }
+    DEVICE bool holds() const { return true; }
+  };
 
  private:
   // Rounded, so that the difference may be one instruction with what scales the score.

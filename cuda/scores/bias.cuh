@@ -26,7 +26,7 @@ template <class T, int READ>
 struct Bias {
   using Element = T::Storage;
   static constexpr int WORDS = (sizeof(Element) + 3) / 4;  // registers of one
-  static constexpr bool IDENTITY = false;
+  static constexpr bool IDENTITY = false, QUICK = READ == 2 && sizeof(Element) == 2, SHIFTS = true;
   static constexpr int LOADED = READ == 2 ? sizeof(Element) / 2 : 2 * (READ == 1 ? WORDS : WORDS + 2);
   using Params = Pairs<Element>::Params;
 
@@ -56,6 +56,33 @@ struct Bias {
     score += T::single(bias.at(q, k));
     return 1.0f;
   }
+
+  // Read before the scores are there.
+  template <int KEYS>
+  struct Quick {
+    u32 pairs[KEYS / 4];
+    float factor, unit;
+
+    DEVICE Quick(const Bias &bias, const Params &, const BlockOfScores &block)
+        : factor(block.factor), unit(block.unit) {
+      const int room = bias.bias.last_k - block.k;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Element *from = bias.bias.of(block.q + 8 * r) + block.k;
+#pragma unroll
+        for (int column = 0; column < KEYS; column += 8)
+          pairs[column / 4 + r] = read<Both>(from + column, column <= room);
+      }
+    }
+    DEVICE bool applies() const { return true; }
+    DEVICE float gain(float) { return factor; }
+    DEVICE float base(int) const { return 0.0f; }
+    DEVICE void shift(float (&x)[2], int r, int column) const {
+      const u32 pair = pairs[column / 4 + r];
+      x[0] += unit * single(pair), x[1] += unit * single(pair >> 16);
+    }
+    DEVICE bool holds() const { return true; }
+  };
 
  private:
   using Bits = WordOf<sizeof(Element)>::Type;

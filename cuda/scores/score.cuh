@@ -4,8 +4,21 @@
 // those of the keys k + column, which is even, and k + column + 1: k is the same for all scores of a thread in a row of
 // a tile, and column a constant when loops are unrolled. The backward pass takes one score at a time, for its tiles are
 // transposed, and the derivative of what becomes of it.
+//
+// A policy that is QUICK says besides what becomes of the scores of a block of keys by one multiply-add, for a softmax
+// that takes many scores at a time: gain(score) score + shift, in units that its user chooses. It may hold for some
+// blocks only (`applies`, known before) and for some scores only (`holds`, known after all gains were asked for); the
+// others are modified by `apply`.
 #pragma once
 #include "device.cuh"
+
+// A thread's scores of a block of keys: its rows are q and q + 8, its columns k, k + 1, k + 8, k + 9 and so on.
+struct BlockOfScores {
+  int row, row_end, key, key_end;  // of all threads that decide together
+  int q, k;
+  float factor;  // softmax_scale, times unit
+  float unit;    // of modified scores: 1 natural, log2(e) base 2
+};
 
 template <class Score>
 concept ScorePolicy = requires(const Score &score, float &x, int i) {
@@ -15,10 +28,12 @@ concept ScorePolicy = requires(const Score &score, float &x, int i) {
   int(Score::LOADED);                   // registers that what it loads for two scores fills
   score.apply(x, x, i, i, i);           // apply(even, odd, q, k, column)
   float(score.differentiate(x, i, i));  // differentiate(score, q, k): applies, and returns the derivative
+  bool(Score::QUICK);                   // there is a Quick<KEYS>
+  bool(Score::SHIFTS);                  // what it adds depends on the place alone
 };
 
 struct Identity {
-  static constexpr bool IDENTITY = true;
+  static constexpr bool IDENTITY = true, QUICK = true, SHIFTS = true;
   static constexpr int LOADED = 0;
   struct Params {
     u64 unused;
@@ -27,12 +42,27 @@ struct Identity {
   DEVICE Identity(const Params &, int, int, int, int) {}
   DEVICE void apply(float &, float &, int, int, int) const {}
   DEVICE float differentiate(float &, int, int) const { return 1.0f; }
+
+  template <int>
+  struct Quick {
+    float factor;
+
+    template <class Score>
+    DEVICE Quick(const Score &, const Score::Params &, const BlockOfScores &block) : factor(block.factor) {}
+    DEVICE bool applies() const { return true; }
+    DEVICE float gain(float) { return factor; }
+    DEVICE float base(int) const { return 0.0f; }
+    DEVICE void shift(float (&)[2], int, int) const {}
+    DEVICE bool holds() const { return true; }
+  };
 };
 
 // One after the other, the first one first.
 template <class First, class... Others>
 struct Chain {
   static constexpr bool IDENTITY = First::IDENTITY && Chain<Others...>::IDENTITY;
+  static constexpr bool QUICK = First::QUICK && Chain<Others...>::QUICK && Chain<Others...>::SHIFTS;
+  static constexpr bool SHIFTS = First::SHIFTS && Chain<Others...>::SHIFTS;
   static constexpr int LOADED = First::LOADED + Chain<Others...>::LOADED;
   struct Params {
     First::Params first;
@@ -54,6 +84,23 @@ struct Chain {
     const float inner = first.differentiate(score, q, k);
     return others.differentiate(score, q, k) * inner;
   }
+
+  template <int KEYS>
+  struct Quick {
+    First::template Quick<KEYS> first;
+    Chain<Others...>::template Quick<KEYS> others;
+
+    DEVICE Quick(const Chain &score, const Params &p, const BlockOfScores &block)
+        : first(score.first, p.first, block), others(score.others, p.others, block) {}
+    DEVICE bool applies() const { return first.applies() && others.applies(); }
+    DEVICE float gain(float score) { return first.gain(score); }
+    DEVICE float base(int r) const { return first.base(r) + others.base(r); }
+    DEVICE void shift(float (&x)[2], int r, int column) const {
+      first.shift(x, r, column);
+      others.shift(x, r, column);
+    }
+    DEVICE bool holds() const { return first.holds() && others.holds(); }
+  };
 };
 
 template <class Score>

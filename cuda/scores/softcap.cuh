@@ -4,10 +4,13 @@
 #include "scores/score.cuh"
 
 struct Softcap {
-  static constexpr bool IDENTITY = false;
+  static constexpr bool IDENTITY = false, QUICK = true, SHIFTS = false;
   static constexpr int LOADED = 0;
   struct Params {
     float cap, inverse;  // inverse = 2 / cap, a normal number for every cap
+    float near[4];       // see Quick
+    float reach;         // squares of scores, before the scale, up to which it does; negative where it never does
+    float unused;
   };
 
   float limit, inverse;
@@ -22,6 +25,28 @@ struct Softcap {
     const float tanh = 0.5f * (score * inverse);
     return 1.0f - tanh * tanh;
   }
+
+  // Scores in the middle of the cap's range, of the shape c0 s + c1 s^3 + c2 s^5 + c3 s^7, all of them in units of
+  // log 2.
+  template <int>
+  struct Quick {
+    const float (&c)[4];
+    float reach, unit;
+    float most = 0.0f;  // of the squares of scores
+
+    DEVICE Quick(const Softcap &, const Params &p, const BlockOfScores &block)
+        : c(p.near), reach(p.reach), unit(block.unit) {}
+    DEVICE bool applies() const { return reach >= 0.0f; }
+    DEVICE float gain(float score) {
+      const float y = score * score;
+      most = fmaxf(most, y);
+      const float log2 = ((c[3] * y + c[2]) * y + c[1]) * y + c[0];
+      return unit == LOG2_E ? log2 : log2 * (unit * LN_2);
+    }
+    DEVICE float base(int) const { return 0.0f; }
+    DEVICE void shift(float (&)[2], int, int) const {}
+    DEVICE bool holds() const { return most <= reach; }
+  };
 
  private:
   DEVICE float capped(float score) const {

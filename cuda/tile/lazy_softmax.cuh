@@ -70,13 +70,21 @@ struct LazySoftmax {
   }
 
   // S becomes P against the reference that is there; false, for the whole warp, when the weights are of no use.
-  template <int N>
-  DEVICE bool guess(Accumulator<N> &s, float c) {
-    const float mc[2] = {m[0] * c - OFFSET<T>, m[1] * c - OFFSET<T>};
-    float sum[2];
+  template <class Quick, int N>
+  DEVICE bool guess(Accumulator<N> &s, float c, Quick &quick) {
+    const float base[2] = {quick.base(0) - m[0] * c, quick.base(1) - m[1] * c};
+    float chain[2][2] = {};
     moved = false;
-    weigh(s, c, mc, sum);
-    if (ptx::any(!(sum[0] < LIMIT<T>) || !(sum[1] < LIMIT<T>))) return false;
+    s.each_pair([&](float &even, float &odd, int r, int column) {
+      float shift[2] = {base[r], base[r]};
+      quick.shift(shift, r, column);
+      const float gain[2] = {quick.gain(even), quick.gain(odd)};
+      float &sum = chain[r][column / 8 % 2];
+      sum += even = ptx::ex2(ptx::fma(even, gain[0], shift[0]));
+      sum += odd = ptx::ex2(ptx::fma(odd, gain[1], shift[1]));
+    });
+    const float sum[2] = {chain[0][0] + chain[0][1], chain[1][0] + chain[1][1]};
+    if (ptx::any(!(sum[0] < LIMIT<T>) || !(sum[1] < LIMIT<T>) || !quick.holds())) return false;
     l[0] += sum[0], l[1] += sum[1];
     return true;
   }
