@@ -55,6 +55,7 @@ class BackwardSm90:
     sequences: str
     head_dim: int
     block_q: int
+    deterministic: bool
     params_bytes: int
     smem_bytes: int
 
@@ -102,8 +103,6 @@ def _refuse_modifiers(problem: Problem) -> str | None:
             return f"takes no {', '.join(MODIFIERS)}, got {name}"
     if policies(problem).mask_bytes > SMALL_MASK:
         return "takes masks of a band alone, got one that reads arrays"
-    if problem.deterministic:
-        return "sums dq in any order, got deterministic=True"
     if problem.packed and problem.batch == 0 and not problem.empty:
         return "needs a sequence, got none"
     return None
@@ -126,7 +125,7 @@ def _refuse_blocks(problem: Problem) -> str | None:
 
 def _heads_per_group(problem: Problem, block_k: int) -> int:
     """Return how many kv heads share the L2 cache; blocks of one length need no order."""
-    if not problem.band.bounded:
+    if not problem.band.bounded and not problem.deterministic:
         return 1
     there = problem.heads_k * (1 if problem.packed else problem.batch)
     if key_tiles(problem, block_k) <= FEW_BLOCKS:  # the last to begin are the shortest of all
@@ -152,7 +151,8 @@ def config(problem: Problem) -> BackwardSm90:
         sequences=chosen.sequences,
         head_dim=head_dim,
         block_q=128 if head_dim == 64 else 64,
-        params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes),
+        deterministic=problem.deterministic,
+        params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes + 8),
         smem_bytes=_shared_bytes(head_dim),
     )
 
@@ -177,6 +177,7 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
         delta=scratch.delta,
         dq=scratch.dq,
         dq_columns=chosen.head_dim,
+        added=scratch.added,
     )
     bare = operands._replace(learnable_sink=None)
     main = _main(without_sink(problem), bare, backward, chosen, scratch)
@@ -223,6 +224,10 @@ def _main(
     rows = (*[chosen.block_q] * 2, *[chosen.block_k] * 2, *[ROWS_STORED] * 2)
     named = [(name, BYTES * n) for n, name in enumerate(MAPS)]
     named += [(name, OFFSET + 8 * n) for n, name in enumerate(POINTERS)]
+    parts = [
+        (OFFSET + 8 * (len(POINTERS) + n), getattr(scratch, name)) for n, name in enumerate(SCRATCH)
+    ]
+    parts.append((len(params), scratch.added))  # last of all, so that no other place depends on it
     return Launch(
         unit=_unit.render(symbol, chosen),
         symbol=symbol,
@@ -233,10 +238,7 @@ def _main(
         params=params.ljust(chosen.params_bytes, b"\0"),
         maps=tensor_maps(arrays, rows),
         places=(*named, *places(problem, operands, POLICIES_OFFSET)),
-        scratch=tuple(
-            (OFFSET + 8 * (len(POINTERS) + n), getattr(scratch, name))
-            for n, name in enumerate(SCRATCH)
-        ),
+        scratch=tuple((at, part) for at, part in parts if part is not None),
     )
 
 

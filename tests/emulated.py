@@ -38,6 +38,8 @@ NIGHTLY = int(os.environ.get("CUPYFLASH_EMULATOR_SEEDS", 0))
 SEEDS = tuple(range(NIGHTLY)) or (0, 2, 3)
 # And threads at random with copies at random: what is wrong between roles of a block.
 SEEDS_OF = {GPU_KERNEL: SEEDS, HOPPER: tuple(range(NIGHTLY)) or (*SEEDS, 8)}
+# And some copies at once while others are late: what is wrong between blocks that add in turns.
+SEEDS_IN_TURNS = tuple(range(NIGHTLY)) or (*SEEDS_OF[HOPPER], 6)
 EACH = 7  # at night a case that shares the seeds with others has each seventh of them
 ARCH = 90
 

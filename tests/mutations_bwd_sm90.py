@@ -4,7 +4,7 @@ from typing import Any
 
 from cases import Case, Modified
 from mutations import WRONG, Mutation, case
-from mutations_bwd_sm80 import Poisoned
+from mutations_bwd_sm80 import OTHER_BITS, Poisoned
 
 SHARED, BLOCK, PRODUCER, CONSUMER, NARROW, WIDE = (
     f"roles/backward_{name}sm90.cuh"
@@ -34,8 +34,13 @@ PROBLEMS: dict[str, Case] = {
     "NaN beyond the lengths": Poisoned(
         150, 200, 64, 64, "float16", batch=3, heads_q=2, heads_k=1, modifiers=("used_q", "used_k")
     ),
+    "in order": case(140, 530, causal=True),
+    "in order, window": case(300, 410, window_size=(20, 9), alignment="top_left"),
+    "in order, wide": case(70, 270, 256),
 }
-OPTIONS: dict[str, dict[str, Any]] = {}
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {"deterministic": True} for name in PROBLEMS if name.startswith("in order")
+}
 
 NO_BARRIER = "and no barrier stands between"
 STILL_READ = "in flight reads"
@@ -319,5 +324,51 @@ MASKS = (
     Mutation("packed: queries of no sequence are not cleared", CONVERT,
         "after.first + n - before.extent", "n", "packed", WRONG),
 )
+ORDER = (
+    Mutation("in order: the wait for a turn is left out", PRODUCER,
+        "    ptx::acquire_when(counter, before);\n", "", "in order", OTHER_BITS),
+    Mutation("in order: the proxy fence after the wait is left out", PRODUCER,
+        "    if constexpr (!WIDE) ptx::fence_proxy_async_global();", "    ", "in order",
+        "no fence.proxy.async.global has followed"),
+    Mutation("in order: a turn is passed on before the sums are there", PRODUCER,
+        "    if constexpr (!WIDE) ptx::bulk_wait<0>();  // the sums are there\n", "", "in order",
+        OTHER_BITS),
+    Mutation("in order: a turn is not passed on", PRODUCER,
+        "    ptx::release_add(counter, own - before);\n", "", "in order", DEADLOCK),
+    Mutation("in order: a turn is passed on to nobody", PRODUCER,
+        "ptx::release_add(counter, own - before);", "ptx::release_add(counter, own);", "in order",
+        DEADLOCK),
+    Mutation("in order: a block waits for its own sums", PRODUCER,
+        "before = block.q < until ? own - 1 : 0;", "before = block.q < until ? own : 0;",
+        "in order", DEADLOCK),
+    Mutation("in order: a block waits for later keys", PRODUCER,
+        "place.key - BLOCK_K).end;", "place.key + BLOCK_K).end;", "in order, window", DEADLOCK),
+    Mutation("in order: a block waits for one that does not see the queries", PRODUCER,
+        "before = block.q < until ? own - 1 : 0;", "before = own - 1;", "in order, window",
+        DEADLOCK),
+    Mutation("in order: a block does not wait for one that sees a few of the queries", PRODUCER,
+        "before = block.q < until ? own - 1 : 0;",
+        "before = block.q + BLOCK_Q <= until ? own - 1 : 0;", "in order, window", DEADLOCK),
+    Mutation("in order: both groups have the counter of the first", PRODUCER,
+        "/ ADDED_ROWS + group;", "/ ADDED_ROWS;", "in order", DEADLOCK),
+    Mutation("in order: blocks go by their index", SHARED,
+        "  if constexpr (DETERMINISTIC) {\n    const i64 heads",
+        "  if constexpr (false) {\n    const i64 heads",
+        "in order", DEADLOCK),
+    Mutation("in order, wide: a group does not wait for its turn", WIDE,
+        "    shared.leave.await(number, group);\n", "", "in order, wide", DEADLOCK),
+    Mutation("in order, wide: a turn ends before its last sums", WIDE,
+        "    drain(number, 1);\n    shared.leave.end(number, group);\n",
+        "    shared.leave.end(number, group);\n    drain(number, 1);\n", "in order, wide",
+        OTHER_BITS),
+    Mutation("in order, wide: a turn does not end", WIDE,
+        "    shared.leave.end(number, group);\n", "", "in order, wide", DEADLOCK),
+    Mutation("in order, wide: one warp ends the turn of all", SHARED,
+        "for (auto &one : ring) one.init(4);", "for (auto &one : ring) one.init(1);",
+        "in order, wide", "the phase after it has ended too"),
+    Mutation("in order, wide: a warp ends its turn before all of its lanes", SHARED,
+        "    ptx::warp_barrier();\n    if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>",
+        "    if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>", "in order, wide", OTHER_BITS),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS
+ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + ORDER

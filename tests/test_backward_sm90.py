@@ -1,5 +1,6 @@
 """The Hopper backward kernels, on the emulator and on a GPU, against the oracle."""
 
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +8,15 @@ import gradients
 import numpy as np
 import pytest
 from cases import EDGES, Case, Modified
-from emulated import SEEDS_OF, needs_compiler
+from emulated import SEEDS_IN_TURNS, SEEDS_OF, every_other_at_night, needs_compiler
 from harness import HOPPER, hosted, same_bits, strided
 
 import cupyflash
-from cupyflash import _backward_sm90
+from cupyflash import _backward_sm90, _emulator
+from cupyflash._array import adapter_of
+from cupyflash._emulator import build
+from cupyflash._emulator.memory import Memory
+from cupyflash._launch import Launch
 from cupyflash.errors import UnsupportedProblem
 
 KERNEL = _backward_sm90.NAME
@@ -81,6 +86,25 @@ SINKS = (
     replace(VARLEN[3], modifiers=("sink_fp16",)),
 )
 CASES = CLASSES + DIMS + ONES + SCALES + MEMORY + VARLEN + SINKS
+# More blocks of keys than the emulator has on the machine at a time, so that some wait for others;
+# several heads of keys, and several that share them.
+ORDERED = (
+    *(
+        Case(len_q, len_k, dim, dim, dtype, heads_q=4, heads_k=heads_k, label="ordered", **band)
+        for dim, len_q, len_k in ((64, 270, 530), (128, 140, 530), (256, 130, 270))
+        for (dtype, band), heads_k in zip(
+            zip(HALVES * 2, BANDS, strict=True), (1, 2, 4, 1), strict=True
+        )
+    ),
+    Case(300, 410, 64, 64, heads_q=2, heads_k=1, causal=True, alignment="top_left"),
+    Case(300, 410, 64, 64, window_size=(0, 0), label="ordered"),
+    Case(300, 410, 40, 64, "float16", window_size=(-1, 100), alignment="top_left"),
+    Modified.varlen(((70, 290), (0, 30), (150, 400), (30, 0)), 64, 64, causal=True, tail=9, **SOME),
+    Modified.varlen(((70, 300), (0, 3), (130, 290)), 128, 128, "float16", **SOME),
+    Modified.varlen(((70, 100), (9, 0), (70, 190)), 256, 256, causal=True, **SOME),
+    Modified(140, 390, 64, 64, "float16", modifiers=("sink", "used_q", "used_k"), batch=3, **SOME),
+    Modified(140, 200, 256, 256, modifiers=("used_q", "used_k"), batch=3, causal=True, **SOME),
+)
 
 
 def judge(case: Case, results: cupyflash.Gradients) -> None:
@@ -102,6 +126,99 @@ def test_gradients_of_keys_are_the_same_at_every_seed(case: Case, seed: int) -> 
     judge(case, other)
     assert same_bits(first.dk, other.dk)
     assert same_bits(first.dv, other.dv)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", every_other_at_night(ORDERED), ids=lambda case: case.id)
+def test_sums_in_a_fixed_order_have_the_same_bits_at_every_seed(case: Case) -> None:
+    with gradients.kept_scratch() as scratch:
+        first, *others = (
+            gradients.emulated(KERNEL, case, seed, deterministic=True) for seed in SEEDS_IN_TURNS
+        )
+    judge(case, first)
+    assert len(set(scratch)) == 1, "the order of the sums of dq"
+    for other in others:
+        assert all(map(same_bits, first[:3], other[:3]))
+
+
+@needs_compiler
+def test_sums_have_any_order_unless_asked() -> None:
+    with gradients.kept_scratch() as scratch:
+        for seed in SEEDS_OF[HOPPER]:
+            gradients.emulated(KERNEL, ORDERED[0], seed)
+    assert len(set(scratch)) > 1
+
+
+TURNS = """
+struct Trial {
+  const int *cases;  // of each: len_q, len_k, left, right, whether the diagonal ends in the corner
+  int *wrong, *walked;
+  int count;
+};
+
+// Whoever adds in the order of the keys finds each counter as it expects it, and no other value.
+extern "C" __global__ void turns(const __grid_constant__ Trial trial) {
+  using namespace backward;
+  const int i = static_cast<int>(threadIdx.x);
+  for (int at = i; at < trial.count; at += 32) {
+    const int *now = trial.cases + 5 * at;
+    Params p{};
+    p.heads_q = 4, p.heads_k = 2, p.stat_rows = 1024;
+    p.mask.left = now[2], p.mask.right = now[3], p.mask.bottom_right = now[4];
+    u32 counters[4 * 1024 / ADDED_ROWS] = {};
+    p.added = counters;
+    int wrong = 0, walked = 0;
+    for (int key = 0; key < now[1] + 2 * BLOCK_K; key += BLOCK_K) {
+      const Place place{0, 1, key, {0, now[0], now[0]}, {0, now[1], now[1]}};
+      Turns<true> turns(p, place, 1);
+      u32 left = Walk(p, place).count();
+      for (Walk walk(p, place); !walk.done(); walk.advance(), --left, ++walked) {
+        turns.choose(walk.block);
+        wrong += *turns.counter != turns.before || turns.own <= turns.before;
+        wrong += walk.block.q < 0 || walk.block.q >= now[0] || walk.block.head / 2 != 1;
+        *turns.counter = turns.own;
+      }
+      wrong += left != 0;
+    }
+    trial.wrong[at] = wrong, trial.walked[at] = walked;
+  }
+}
+"""
+
+
+def bands_of_lengths() -> np.ndarray:
+    """Return lengths around multiples of blocks with bands of every kind, drawn."""
+    rng = np.random.default_rng(6)
+    lengths = [n + d for n in (0, 64, 128, 256, 384, 640) for d in (-1, 0, 1, 40) if n + d > 0]
+    shifts = [-300, -129, -64, -1, 0, 1, 63, 64, 65, 128, 200, 1000]
+    draws = [rng.choice(choices, 400) for choices in (lengths, lengths, shifts, shifts, (0, 1))]
+    return np.stack(draws, axis=1).astype(np.int32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", _backward_sm90.CLASSES)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 5), (5, -1), (5, 5)], ids=str)
+def test_turns_are_those_of_the_blocks_that_walk(dim: int, window: tuple[int, int]) -> None:
+    """Else blocks would wait for what nobody does, or not wait for each other."""
+    said = cupyflash.explain(
+        len_q=600, len_k=600, head_dim=dim, window_size=window, arch=90, backward=True,
+        deterministic=True,
+    )  # fmt: skip
+    header, _, _ = said.steps[1][0].unit.rpartition("#include")
+    unit = f'{header}#include "roles/backward_producer_sm90.cuh"\n{TURNS}'
+    cases = bands_of_lengths()
+    wrong, walked = (np.empty(len(cases), np.int32) for _ in range(2))
+    with Memory(build.runtime()) as memory:
+        read = memory.read("cases", adapter_of(cases, "cases").array(cases, "cases"))
+        written = [
+            memory.written(name, adapter_of(x, name).array(x, name)).pointer
+            for name, x in (("wrong", wrong), ("walked", walked))
+        ]
+        params = struct.pack("<3Qi4x", read.pointer, *written, len(cases))
+        _emulator.run(Launch(unit, "turns", "sm_90a", (1, 1, 1), (32, 1, 1), 1024, params), 0)
+        memory.collect()
+    assert not wrong.any(), cases[wrong > 0]
+    assert walked.any()
 
 
 USED = {"seqused_q": np.array([70, 0, 130]), "seqused_k": np.array([100, 150, 0])}
@@ -178,13 +295,36 @@ def test_gradients_of_keys_repeat_their_bits(case: Case) -> None:
         assert same_bits(runs[0].dv, other.dv)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ORDERED + LONG, ids=lambda case: case.id)
+def test_gradients_in_a_fixed_order_repeat_their_bits(case: Case) -> None:
+    arrays = case.arrays()
+    dout, dlse = gradients.seeds_of(strided(arrays[0]).host, strided(arrays[2]).host)
+    options = case.options | {"deterministic": True}
+    first, *others = (gradients.run(KERNEL, *arrays, dout, dlse, **options) for _ in range(10))
+    gradients.judge(first, *arrays, dout, dlse, **options)
+    for other in others:
+        assert all(map(same_bits, first[:3], other[:3]))
+
+
+def test_a_fixed_order_is_a_form_of_this_kernel() -> None:
+    for dim in _backward_sm90.CLASSES:
+        sizes = {"len_q": 4096, "head_dim": dim, "causal": True, "arch": 90, "backward": True}
+        plain, ordered = (
+            cupyflash.explain(**sizes, deterministic=asked) for asked in (False, True)
+        )
+        assert plain.kernel == ordered.kernel == KERNEL
+        symbols = [[launch.symbol for launch, _ in said.steps] for said in (plain, ordered)]
+        assert symbols[0] == symbols[1]
+        assert "DETERMINISTIC = true" in ordered.steps[1][0].unit
+
+
 def test_what_the_kernel_does_not_take_says_why() -> None:
     q, k, v = (np.zeros((1, 8, 1, 64), np.float16) for _ in range(3))
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
     for options, words in (
         ({"softcap": 2.0}, "softcap"),
         ({"dropout_p": 0.5, "rng_state": (1, 2)}, "dropout_p"),
-        ({"deterministic": True}, "deterministic"),
         ({"attn_mask": np.ones((8, 8), bool)}, "band"),
     ):
         with cupyflash.emulate(), pytest.raises(UnsupportedProblem, match=words):

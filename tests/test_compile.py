@@ -308,9 +308,11 @@ HOPPER_BANDS: tuple[dict[str, Any], ...] = (
     ],
     ids=str,
 )
+@pytest.mark.parametrize("deterministic", [False, True], ids=("", "deterministic"))
 def test_the_steps_of_the_hopper_backward_do_too(
-    dtype: str, dim: int, options: dict[str, Any], names: tuple[str, ...]
+    dtype: str, dim: int, options: dict[str, Any], names: tuple[str, ...], deterministic: bool
 ) -> None:
+    options = options | {"deterministic": deterministic}
     problem, operands, backward = gradients(90, dtype, (dim, dim), names, **options)
     assert BACKWARD_SM90.refusal(problem) is None
     for launch in BACKWARD_SM90.launches(problem, operands, backward):

@@ -1,10 +1,14 @@
 """Blocks that share numbers: a counter that hands out work, an order in which they add up."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from emulated import needs_compiler, numbers
+from emulated import Numbers, needs_compiler, numbers, tiny
 
 import cupyflash
+from cupyflash import _emulator
 
 pytestmark = needs_compiler
 
@@ -52,6 +56,42 @@ def test_blocks_that_wait_for_one_that_has_not_begun_are_a_deadlock(seed: int) -
 def test_an_order_by_index_is_found_out() -> None:
     with numbers() as given, pytest.raises(cupyflash.KernelFault, match="not begun: 5"):
         given.run(INDICES, 2, BLOCKS)
+
+
+# The same with a sum by the bulk engine, which has a view of global memory of its own.
+SUMS = """
+  if (i == 0) {
+    const u32 ticket = ptx::atomic_add(p.counts, 1);
+    for (int j = 0; j < 4; ++j) shared[j] = 1.0f;
+    ptx::fence_proxy_async();
+    ptx::acquire_when(p.counts + 1, ticket);
+    if (ticket == 0)
+      for (int j = 0; j < 4; ++j) p.x[j] = 0.0f;
+    ptx::fence_proxy_async_global();
+    ptx::bulk_reduce_add_f32(p.x, ptx::smem_address(shared), 16);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+    ptx::release_add(p.counts + 1, 1);
+  }
+"""
+
+
+def test_a_copy_after_a_number_of_other_blocks_needs_a_fence() -> None:
+    def run(body: str, given: Numbers, seed: int) -> None:
+        launch = tiny(body, given.params, BLOCKS)
+        _emulator.run(replace(launch, unit=f'#include "ptx/bulk.cuh"\n{launch.unit}'), seed)
+
+    for seed in range(4):
+        with numbers() as given:
+            run(SUMS, given, seed)
+            np.testing.assert_array_equal(given.x, [BLOCKS] * 4)
+        with numbers() as given, pytest.raises(cupyflash.KernelFault) as caught:
+            run(SUMS.replace("ptx::fence_proxy_async_global();", ""), given, seed)
+        assert re.search(
+            r"cp.reduce.async.bulk: no fence.proxy.async.global has followed what this thread "
+            r"acquired at unit.cpp:\d+",
+            str(caught.value),
+        )
 
 
 def test_each_block_has_shared_memory_and_a_barrier_of_its_own() -> None:

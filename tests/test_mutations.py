@@ -12,7 +12,7 @@ import mutations_bwd_sm90
 import mutations_sm90
 import numpy as np
 import pytest
-from emulated import SEEDS_OF, needs_compiler, run
+from emulated import SEEDS_IN_TURNS, SEEDS_OF, needs_compiler, run
 from harness import GPU_KERNEL, HOPPER, hosted, same_bits
 from mutations import WRONG, Mutation
 from mutations_bwd_sm80 import OTHER_BITS
@@ -44,7 +44,7 @@ SUITES = {
     GPU_KERNEL: Suite(mutations, SEEDS_OF[GPU_KERNEL]),
     HOPPER: Suite(mutations_sm90, SEEDS_OF[HOPPER]),
     _backward_sm80.NAME: Suite(mutations_bwd_sm80, SEEDS_OF[GPU_KERNEL], True),
-    _backward_sm90.NAME: Suite(mutations_bwd_sm90, SEEDS_OF[HOPPER], True),
+    _backward_sm90.NAME: Suite(mutations_bwd_sm90, SEEDS_IN_TURNS, True),
 }
 # Of the Hopper kernels', whose units take longest, what only the oracle sees is left to the night.
 ALL = [

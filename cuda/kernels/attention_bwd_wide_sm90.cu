@@ -1,7 +1,7 @@
 // The same as attention_bwd_sm90 for head dims above 128, where dK and dV of 64 keys fill the registers of two consumer
 // warpgroups: each has half of their columns.
 //
-// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, BLOCK_Q, PARAMS_BYTES, SMEM_BYTES.
+// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, BLOCK_Q, DETERMINISTIC, PARAMS_BYTES, SMEM_BYTES.
 #include "roles/backward_block_sm90.cuh"
 #include "roles/backward_wide_sm90.cuh"
 

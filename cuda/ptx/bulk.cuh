@@ -44,4 +44,7 @@ DEVICE void bulk_wait() {
 // stored there and what it knows to be stored.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same of global memory. What copies have written needs no fence to be seen by who knows that they are complete.
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 }  // namespace ptx

@@ -11,7 +11,7 @@ template <class Consumer>
 DEVICE void differentiate(const Params &p, Shared &shared) {
   const int group = ptx::uniform(threadIdx.x / 128), warp = ptx::uniform(threadIdx.x / 32 % 4);
   if (threadIdx.x / 32 == 4 * CONSUMERS) {
-    const Place place = place_of<Sequences>(p, p.sequences);
+    const Place place = place_of<Sequences>(p, p.sequences, index_of_block(p));
     if (ptx::lane() == 0) {
       shared.k_ring.init(1);
       shared.v_ring.init(1);
@@ -20,6 +20,7 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
       shared.ds_ring.init(4 * CONSUMERS, WIDE ? 4 : 4 * CONSUMERS);
       shared.passed.init();
       shared.tail.init();
+      shared.leave.init();
       ptx::fence_mbarrier_init();
       shared.place = place;
       Loader loader(p, shared);
@@ -43,7 +44,10 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
     }
   } else {
     ptx::registers_increase<240>();
-    Consumer(p, shared, group, warp).run();
+    // Read anew where dQ has an order: ptxas keeps the other one in a uniform register there, and spills at head
+    // dim 64.
+    const int own = static_cast<int>(ptx::opaque(threadIdx.x) / 32 % 4);
+    Consumer(p, shared, group, DETERMINISTIC ? own : warp).run();
   }
 }
 

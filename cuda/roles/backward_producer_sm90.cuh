@@ -1,6 +1,7 @@
 // The producer warpgroup of attention_bwd_sm90: one warp copies Q, dO and what belongs to their rows into rings, two
 // warps add what the consumers leave of dQ to global memory.
 #pragma once
+#include "ptx/atomic.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/group.cuh"
 #include "roles/backward_sm90.cuh"
@@ -105,13 +106,55 @@ DEVICE void clear_tails(S &shared) {
   }
 }
 
-// One thread: adds a consumer's part of dQ, block after block.
+// When a consumer's part of dQ may be added: at any time, or in the order of the keys. Then it has a counter for each
+// query block, which is 0 at first, and i + 1 when the i-th block of keys of the sequence has added.
+template <bool ORDERED>
+struct Turns {
+  DEVICE Turns(const Params &, const Place &, int) {}
+  DEVICE void await(const Block &) {}
+  DEVICE void pass_on() {}
+};
+template <>
+struct Turns<true> {
+  const Params &p;
+  const Place &place;
+  u32 *counter;         // of the query block whose turn it is
+  u32 own, before = 0;  // what it is when this block of keys, and when those before it, have added
+  int group, until;     // the block of keys before this one sees queries up to here
+
+  DEVICE Turns(const Params &p, const Place &place, int group)
+      : p(p), place(place), own(place.key / BLOCK_K + 1), group(group), until(0) {
+    if (own > 1) until = queries_of(p, place, place.head_k * (p.heads_q / p.heads_k), place.key - BLOCK_K).end;
+  }
+
+  // Goes to a query block. If the block of keys before this one does not walk it, none does: see queries_of.
+  DEVICE void choose(const Block &block) {
+    counter = p.added + stat_of(p, place, block) / ADDED_ROWS + group;
+    before = block.q < until ? own - 1 : 0;
+  }
+
+  // Waits until all earlier keys that see the query block have been added.
+  DEVICE void await(const Block &block) {
+    choose(block);
+    ptx::acquire_when(counter, before);
+    if constexpr (!WIDE) ptx::fence_proxy_async_global();  // they came by copies of the bulk engine, as ours do
+  }
+
+  DEVICE void pass_on() {
+    if constexpr (!WIDE) ptx::bulk_wait<0>();  // the sums are there
+    ptx::release_add(counter, own - before);
+  }
+};
+
+// One thread: adds a consumer's part of dQ, block after block, or tells the consumer when to.
 template <class S>
 DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
+  Turns<DETERMINISTIC> turns(p, place, group);
+  Cursor<1> at;
   if constexpr (!WIDE) {
     auto &ring = shared.passed.dq_ring[group];
-    Cursor<1> at;
     for (Walk walk(p, place); !walk.done(); walk.advance()) {
+      turns.await(walk.block);
       at.wait_full(ring);
       ptx::bulk_reduce_add_f32(p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART,
                                ptx::smem_address(shared.passed.dq[group]), PART * sizeof(float));
@@ -119,6 +162,16 @@ DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
       ptx::bulk_wait_read<0>();
       ptx::mbarrier_arrive(at.empty(ring));
       at.advance();
+      turns.pass_on();
+    }
+  } else if constexpr (DETERMINISTIC) {
+    auto &ring = shared.leave.ring[group];
+    for (Walk walk(p, place); !walk.done(); walk.advance()) {
+      turns.await(walk.block);
+      ptx::mbarrier_arrive(at.full(ring));
+      at.advance();
+      at.wait_empty(ring);  // the consumer has added
+      turns.pass_on();
     }
   }
 }

@@ -1,6 +1,7 @@
 // What the roles of attention_bwd_sm90 share: its configuration, parameters, shared memory, and the walk of a block.
 #pragma once
 #include "masks/mask.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/tma.cuh"
 #include "scores/score.cuh"
 #include "tile/dropout.cuh"
@@ -27,8 +28,10 @@ constexpr int CONSUMERS = 2, BLOCK_K = WIDE ? 64 : 64 * CONSUMERS, THREADS = 128
 constexpr int HALVES = BLOCK_Q / 64;  // of a query block: products are 64 queries wide
 constexpr int STAGES = 2;             // query blocks in shared memory at a time
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
-constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;  // numbers of dQ of a query block that one accumulates
+constexpr bool DETERMINISTIC = Config::DETERMINISTIC;  // dQ is summed in a fixed order
+constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;   // numbers of dQ of a query block that one accumulates
 static_assert(WIDE ? BLOCK_Q == 64 : PART == 4096, "products are 64 queries and 64 columns of dQ wide");
+static_assert(BLOCK_Q / ADDED_ROWS >= CONSUMERS, "each consumer has a counter of the sums of a query block");
 
 // Packed arrays are those of one batch entry, len_q and len_k are their rows, and batch is the number of sequences.
 struct Params {
@@ -51,6 +54,7 @@ struct Params {
   Dropout::Params dropout;
   Sink::Params sink;
   Sequences::Params sequences;
+  u32 *added;  // [heads, stat_rows / ADDED_ROWS] and the number of the next block; null unless DETERMINISTIC
 };
 
 using Queries = Panels<Element, BLOCK_Q, HEAD_DIM>;  // and those of dO
@@ -104,6 +108,28 @@ struct Tail<true> {
   DEVICE void init() { ring.init(1); }
 };
 
+// Leave for consumers that add to dQ themselves, where that has a fixed order: full when a consumer may add its part of
+// a query block, empty when it has.
+template <bool EXISTS>
+struct Leave {
+  DEVICE void init() {}
+  DEVICE void await(u32, int) const {}
+  DEVICE void end(u32, int) const {}
+};
+template <>
+struct Leave<true> {
+  Ring<1> ring[CONSUMERS];
+
+  DEVICE void init() {
+    for (auto &one : ring) one.init(4);
+  }
+  DEVICE void await(u32 number, int group) const { Cursor<1>(number).wait_full(ring[group]); }
+  DEVICE void end(u32 number, int group) const {
+    ptx::warp_barrier();
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>(number).empty(ring[group]));
+  }
+};
+
 struct Shared {
   Keys k, v;
   Queries q[STAGES], dout[STAGES];
@@ -117,6 +143,7 @@ struct Shared {
   Block block[BLOCKS];  // the i-th query block of the walk is at i % BLOCKS
   Place place;
   u32 blocks;  // of the walk
+  Leave<WIDE && DETERMINISTIC> leave;
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
@@ -129,10 +156,10 @@ static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, whe
 // fastest. Packed sequences have as many slots for blocks as their rows may need wherever they begin, see
 // tile/place.cuh. By a full warp.
 template <class Sequences>
-DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences) {
+DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences, u32 index) {
   constexpr bool PACKED = Sequences::PACKED;
   const int blocks = PACKED ? p.len_k / BLOCK_K + p.batch + 2 : (p.len_k + BLOCK_K - 1) / BLOCK_K;
-  const Work work(blockIdx.x, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
+  const Work work(index, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
   const int at = blocks - 1 - work.tile;  // Work begins with the last
   Place place;
   place.head_k = work.head;
@@ -156,14 +183,22 @@ DEVICE int batch_of(const Place &place) { return PACKED ? 0 : place.batch; }
 // Where a row of the sequence is in the arrays.
 DEVICE int row_of(const Span &span, int row) { return static_cast<int>(span.first) + row; }
 
+// The queries of a head that see one of BLOCK_K keys, from the first of a query block on. Those of later keys begin and
+// end no earlier.
+DEVICE Range queries_of(const Params &p, const Place &place, int head, int key) {
+  const Mask mask(p.mask, place.batch, head, place.q.length, place.k.length);
+  const Range seen = mask.queries(key, min(key + BLOCK_K, place.k.length));
+  return {seen.begin / BLOCK_Q * BLOCK_Q, min(seen.end, place.q.length)};
+}
+
 // The query blocks that see a key of the block, head after head of its group.
-struct Walk {
+struct HeadsWalk {
   const Params &p;
   const Place &place;
   Block block;
   int end;  // of the head's queries
 
-  DEVICE Walk(const Params &p, const Place &place) : p(p), place(place) {
+  DEVICE HeadsWalk(const Params &p, const Place &place) : p(p), place(place) {
     block.head = place.head_k * (p.heads_q / p.heads_k);
     enter();
   }
@@ -171,7 +206,8 @@ struct Walk {
   // How many there are, from here on.
   DEVICE u32 count() const {
     u32 blocks = 0;
-    for (Walk walk = *this; !walk.done(); walk.next_head()) blocks += (walk.end - walk.block.q + BLOCK_Q - 1) / BLOCK_Q;
+    for (HeadsWalk walk = *this; !walk.done(); walk.next_head())
+      blocks += (walk.end - walk.block.q + BLOCK_Q - 1) / BLOCK_Q;
     return blocks;
   }
 
@@ -186,17 +222,62 @@ struct Walk {
   DEVICE void enter() {
     for (; !done(); ++block.head) {
       if (place.key >= place.k.length) continue;
-      const Mask mask(p.mask, place.batch, block.head, place.q.length, place.k.length);
-      const Range seen = mask.queries(place.key, min(place.key + BLOCK_K, place.k.length));
-      block.q = seen.begin / BLOCK_Q * BLOCK_Q, end = min(seen.end, place.q.length);
+      const Range seen = queries_of(p, place, block.head, place.key);
+      block.q = seen.begin, end = seen.end;
       if (block.q < end) return;
     }
   }
 };
 
+// The same from the last query block to the first, with all heads of the group at each: a block of keys that adds to dQ
+// after those of earlier keys reaches no query block before they do if all walk alike.
+static_assert(sizeof(Mask::Params) <= 16, "a band, which is the same for all heads");
+struct OrderedWalk {
+  Block block;
+  int first_head, end_head;
+  u32 left;  // query blocks, this one too
+
+  DEVICE OrderedWalk(const Params &p, const Place &place) {
+    const int heads = p.heads_q / p.heads_k;
+    first_head = place.head_k * heads, end_head = first_head + heads;
+    const Range seen = place.key < place.k.length ? queries_of(p, place, first_head, place.key) : Range{0, 0};
+    left = seen.begin < seen.end ? (seen.end - seen.begin + BLOCK_Q - 1) / BLOCK_Q * heads : 0;
+    block = {first_head, (seen.end - 1) / BLOCK_Q * BLOCK_Q};
+  }
+
+  DEVICE u32 count() const { return left; }
+  DEVICE bool done() const { return left == 0; }
+  DEVICE void advance() {
+    --left;
+    if (++block.head == end_head) block = {first_head, block.q - BLOCK_Q};
+  }
+};
+
+template <bool DETERMINISTIC>
+struct WalkOf {
+  using Type = HeadsWalk;
+};
+template <>
+struct WalkOf<true> {
+  using Type = OrderedWalk;
+};
+using Walk = WalkOf<DETERMINISTIC>::Type;
+
 // Where a block's numbers are in lse, delta and, times HEAD_DIM, in dq.
 DEVICE i64 stat_of(const Params &p, const Place &place, const Block &block) {
   return stat_row<Sequences>(place.q, place.batch, block.head, p.heads_q, p.stat_rows) + block.q;
+}
+
+// The index of this block: blocks that wait for each other take numbers, so that the earlier ones have begun. By a full
+// warp.
+DEVICE u32 index_of_block(const Params &p) {
+  if constexpr (DETERMINISTIC) {
+    const i64 heads = static_cast<i64>(p.heads_q) * (PACKED ? 1 : p.batch);
+    int number = 0;
+    if (ptx::lane() == 0) number = static_cast<int>(ptx::atomic_add(p.added + heads * p.stat_rows / ADDED_ROWS, 1));
+    return ptx::uniform(number);
+  }
+  return blockIdx.x;
 }
 
 }  // namespace backward

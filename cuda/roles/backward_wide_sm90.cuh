@@ -40,6 +40,7 @@ struct WideConsumer : Consumer {
   // The panels of dQ but the first, which is on its way, and what `follows` the last; dS is read then.
   template <class Follow>
   DEVICE void finish_dq(u32 base, const Cursor<2> &ds, Follow follow) {
+    shared.leave.await(number, group);
     drain(number, 0);
     static_assert(PANELS == 2, "the first and the last");
     issue_dq(base, ds.slot, 1);
@@ -47,6 +48,7 @@ struct WideConsumer : Consumer {
     ptx::wgmma_wait<1>();
     arrive(ds.empty(shared.ds_ring));
     drain(number, 1);
+    shared.leave.end(number, group);
     ptx::wgmma_wait<0>();
   }
 

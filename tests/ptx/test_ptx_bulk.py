@@ -57,6 +57,29 @@ RELAY = Kernel(
     shared=5120,
     capability=90,
 )
+ORDER = Kernel(
+    "atomic bulk memory warp",
+    "float *sum; u32 *turn, *ticket; u32 count, rounds;",
+    """
+  float *shared = ptx::shared<float[1024]>();
+  if (threadIdx.x == 0) {
+    const u32 own = ptx::atomic_add(p.ticket, 1);  // blocks that wait have those before them there
+    for (u32 j = 0; j < p.count; ++j) shared[j] = own == 0 ? 1.0f : 0x1p-24f;
+    ptx::fence_proxy_async();
+    for (u32 i = 0; i < p.rounds; ++i) {
+      ptx::acquire_when(p.turn + i, own);
+      ptx::fence_proxy_async_global();
+      ptx::bulk_reduce_add_f32(p.sum + i * p.count, ptx::smem_address(shared), p.count * 4);
+      ptx::bulk_commit();
+      ptx::bulk_wait<0>();
+      ptx::release_add(p.turn + i, 1);
+    }
+  }
+""",
+    blocks=3,
+    shared=4096,
+    capability=90,
+)
 
 
 @pytest.mark.parametrize("count", [4, 100, 1024])
@@ -72,6 +95,17 @@ def test_bytes_leave_shared_memory_and_numbers_are_added(
     )  # fmt: skip
     np.testing.assert_array_equal(to, from_)
     np.testing.assert_array_equal(sum_, before + from_.sum(axis=(0, 1)))
+
+
+@pytest.mark.parametrize("count", [4, 100, 1024])
+def test_blocks_add_in_turns(machine: Machine, count: int) -> None:
+    """1 + 2^-24 + 2^-24 is 1 in this order, and more than 1 where the small ones meet first."""
+    rounds = 50
+    sums, turns = Out(np.zeros((rounds, count), np.float32)), Out(np.zeros(rounds, np.uint32))
+    ticket = Out(np.zeros(1, np.uint32))
+    sums, turns, _ = machine.run(ORDER, sums, turns, ticket, np.uint32(count), np.uint32(rounds))
+    assert np.all(sums == 1)
+    assert np.all(turns == ORDER.blocks)
 
 
 @pytest.mark.parametrize("count", [4, 12, 1024])

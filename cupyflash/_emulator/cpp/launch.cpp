@@ -123,6 +123,7 @@ void start(Block &block) {
   start_fibers(block);
   for (const auto &thread : block.threads) {
     thread->exited = false;
+    thread->acquired = {};
     thread->copies.committed = thread->stores.committed = 0;
     thread->copies.known = 0;
     thread->stack.refill();

@@ -71,4 +71,13 @@ void fence_proxy() {
   self.warp->clock.join(known);
 }
 
+void fence_proxy_global() { machine.thread->acquired = {}; }
+
+void begin_proxy_access_of_global(const char *name, Loc loc) {
+  const Loc &acquired = machine.thread->acquired;
+  if (acquired.line)
+    fail(loc, "%s: no fence.proxy.async.global has followed what this thread acquired at %s:%d", name, acquired.file,
+         acquired.line);
+}
+
 }  // namespace emu

@@ -46,4 +46,8 @@ const unsigned char *begin_proxy_read(uint32_t address, uint32_t bytes, uint32_t
 // It has read them; until then nobody may write there. Of the warp that began, when it has waited.
 void end_proxy_read(uint32_t address, uint32_t bytes, const Access &access);
 
+// Copies reach global memory through the proxy too. Fails where the running thread knows by a number that it acquired
+// what other blocks have written, and no fence brought that there.
+void begin_proxy_access_of_global(const char *name, Loc loc);
+
 }  // namespace emu

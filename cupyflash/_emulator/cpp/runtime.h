@@ -77,6 +77,7 @@ void bulk_reduce_add(float *global, uint32_t shared, uint32_t bytes, Loc loc);
 void bulk_commit();
 void bulk_wait(int pending, bool until_written, Loc loc);
 void fence_proxy();
+void fence_proxy_global();
 
 // Barriers of some threads of a block, by number; the lane that is elected; the registers of a thread.
 void named_barrier_sync(uint32_t id, uint32_t threads, Loc loc);

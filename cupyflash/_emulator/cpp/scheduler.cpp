@@ -251,6 +251,7 @@ void acquire_when(const uint32_t *global, uint32_t value, Loc loc) {
     awaited.value = value;
     wait_for(awaited, loc);
   }
+  machine.thread->acquired = loc;
   tsan::acquire(global);
 }
 

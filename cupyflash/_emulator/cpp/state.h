@@ -66,6 +66,7 @@ struct Thread {
   bool exited = false;
   bool traps_invalid = false;  // operations of floats: it has wgmma in flight
   uint32_t fences = 0;         // of the asynchronous proxy, so far
+  Loc acquired;                // where it read a number of global memory that no such fence has followed; or no line
 
   ~Thread();
 };

@@ -61,6 +61,7 @@ Access access_of(const Thread &thread, const Transfer &transfer) {
 }  // namespace
 
 void issue_load(Transfer transfer, uint32_t address) {
+  begin_proxy_access_of_global(transfer.name, transfer.loc);
   Block &block = *machine.block;
   const Thread &self = *machine.thread;
   MBarrier &barrier = find_barrier(address, transfer.name, transfer.loc);
@@ -99,6 +100,7 @@ void Load::run() {
 }
 
 void issue_store(Transfer transfer, Sum sum) {
+  begin_proxy_access_of_global(transfer.name, transfer.loc);
   Thread &self = *machine.thread;
   auto &chunks = transfer.chunks;
   chunks.erase(std::remove_if(chunks.begin(), chunks.end(), [](const Chunk &chunk) { return !chunk.count(); }),

@@ -33,4 +33,6 @@ DEVICE void bulk_wait(emu::Loc loc = emu::Loc::here()) {
 
 DEVICE void fence_proxy_async(emu::Loc = emu::Loc::here()) { emu::fence_proxy(); }
 
+DEVICE void fence_proxy_async_global(emu::Loc = emu::Loc::here()) { emu::fence_proxy_global(); }
+
 }  // namespace ptx
