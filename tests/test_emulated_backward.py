@@ -11,7 +11,7 @@ from gradients import emulated, judge, judge_case, kept_scratch, seeds_of
 from harness import same_bits
 
 import cupyflash
-from cupyflash import _backward_sm80, _tuning
+from cupyflash import _backward_sm80, _forward_sm80, _tuning
 
 pytestmark = needs_compiler
 
@@ -234,6 +234,18 @@ def test_a_query_of_nan_reaches_the_values_that_it_sees_alone() -> None:
 def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse(dtype: str) -> None:
     bias = 1e5 * np.random.default_rng(7).standard_normal((70, 90))
     check(Case(70, 90, 64, 64, dtype), attn_bias=bias.astype(np.float32))
+
+
+def test_scores_of_fp32_are_cut_as_the_forward_kernel_cuts_them() -> None:
+    """Tensor cores truncate: by as much in all scores of one sign, which cancels in P."""
+    case = Case(40, 40, 256, 256, "float32")
+    q, k, v = (x.host + n for x, n in zip(case.arrays(), np.float32([1, 1, 2]), strict=True))
+    dout, dlse = seeds_of(q, v)
+    dout += np.float32(2)
+    with cupyflash.emulate():
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, kernel=_forward_sm80.NAME)
+        results = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, kernel=KERNEL)
+    judge(results, q, k, v, dout, dlse)
 
 
 def test_a_value_of_nan_reaches_no_query_that_does_not_see_it() -> None:

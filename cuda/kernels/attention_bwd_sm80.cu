@@ -277,16 +277,18 @@ DEVICE void score(Weights &weights, Weights &gradients, const Params &p, const S
     for (int q = 0; q < WARP_Q / 16; ++q) weights[q] = gradients[q] = {};
     return;
   }
-  // S^T = K Q^T, dP^T = V dO^T
+  // S^T = K Q^T, in fp32 cut by the tensor cores as the forward kernel's S is; dP^T = V dO^T
   const auto keys = [&](Rows<T, WARP_K> &rows, int column, u32 lane) {
     rows.load(shared.in.k, warp.group * WARP_K, column, lane);
   };
   const auto values = [&](Rows<T, WARP_K> &rows, int column, u32 lane) {
     rows.load(shared.in.v, warp.group * WARP_K, column, lane);
   };
-  Scores s, dp;
+  Scores s, low, dp;
   s.zero();
-  gemm_transposed(s, keys, queries.q, piece.column, warp.lane);
+  low.zero();
+  gather_transposed(s, low, keys, queries.q, piece.column, warp.lane);
+  join<T>(s, low);
   dp.each([&](float &value, int, int c) {
     value = ONTO_DELTA ? -statistics.delta[piece.column + Scores::column(c, warp.lane)] : 0.0f;
   });

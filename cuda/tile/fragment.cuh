@@ -266,6 +266,23 @@ DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, co
   }
 }
 
+// The same for elements that are split on the way, of which more than two steps at once would find no registers.
+template <class T, int M, int N, int R, int C, class Left>
+DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const RawOperand<T, R, C> &b, int row,
+                              u32 lane) {
+#pragma unroll C / 16 < 2 ? C / 16 : 2
+  for (int column = 0; column < C; column += 16) {
+    Rows<T, M> left;
+    a(left, column, lane);
+#pragma unroll
+    for (int n = 0; n < N; n += 16) {
+      Columns<T> right[1];
+      right[0].load_transposed(b, row + n, column, lane);
+      multiply(d, low, n, left, right);
+    }
+  }
+}
+
 // D += A B^T, likewise.
 template <class T, int M, int N, int R, int C, class Left>
 DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, u32 lane) {
@@ -275,8 +292,8 @@ DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b
   join<T>(d, low);
 }
 
-// The same for elements that are split on the way, of which more than two steps at once would find no registers. Each
-// step is summed apart and added to D by a rounded addition, as in gemm.
+// The same for elements that are split on the way. Each step is summed apart and added to D by a rounded addition, as
+// in gemm.
 template <class T, int M, int N, int R, int C, class Left>
 DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const RawOperand<T, R, C> &b, int row, u32 lane) {
 #pragma unroll C / 16 < 2 ? C / 16 : 2
