@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from click.testing import CliRunner
 from cupyflash import InvalidArgument, _jit, reference
 from cupyflash._bench import (
     environment,
+    flex,
     gradients,
     modifiers,
     peers,
@@ -505,6 +505,14 @@ def test_arrays_of_every_dtype_are_torch_tensors(name: str) -> None:
     assert (tensor.double().numpy() == x.astype(np.float64)).all()
 
 
+def compile_to_graphs(monkeypatch) -> None:
+    """Let torch.compile run the graphs that Dynamo makes: the whole of a call, or no call."""
+    import torch
+
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
 @pytest.mark.frameworks
 @pytest.mark.usefixtures("short_documents")
 @pytest.mark.parametrize("variant", [*MODIFIED, "packed"])
@@ -513,14 +521,52 @@ def test_flex_is_called_rightly_with_each_modifier(monkeypatch, variant: str) ->
     if variant.startswith("dropout"):
         assert "dropout" not in peers.PEERS["flex"].features
         return
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    compile_to_graphs(monkeypatch)
     case = packed("causal") if variant == "packed" else modified(variant)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled
-        built = peers.PEERS["flex"].runner(case, case.shared_inputs(), "cpu")
-        out = built.view(built.call())
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    built = peers.PEERS["flex"].runner(case, case.shared_inputs(), "cpu")
+    out = built.view(built.call())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
     assert truth.Truth(case, case.shared_inputs()).compare(out)[1] == ""
+
+
+@pytest.mark.frameworks
+def test_flex_is_compiled_for_as_many_cases_as_there_are(monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    compile_to_graphs(monkeypatch)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    lengths = range(20, 32)  # more than Dynamo compiles for one code object
+    for length in lengths:
+        case = Case("fp32", 1, length, length, 2, 2, 16, 16, "causal")
+        built = peers.PEERS["flex"].runner(case, case.shared_inputs(), "cpu")
+        assert truth.Truth(case, case.shared_inputs()).compare(built.view(built.call()))[1] == ""
+    assert counters["stats"]["unique_graphs"] == len(lengths)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no compiler", "unfit: torch.compile leaves it to run as it is written"),
+        ("a graph break", "unfit: torch.compile does not take it whole: "),
+    ],
+)
+def test_flex_is_refused_where_it_is_not_compiled_whole(
+    monkeypatch, fault: str, words: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    if fault == "no compiler":
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    else:
+        compile_to_graphs(monkeypatch)
+        breaking = lambda score, *_: torch._dynamo.graph_break() or score  # noqa: E731
+        monkeypatch.setattr(flex, "score_mod", lambda *_: breaking)
+    row = measured(run.Group((modified("softcap:2"),), (peers.PEERS["flex"],), "cpu"))[1]
+    assert row["error"].startswith(words)
+    assert row["call_us"] is None
 
 
 @pytest.mark.frameworks
@@ -697,18 +743,15 @@ def test_fp8_is_timed_with_the_peer_that_has_it(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["fa2", "flex", "fa3", "fa4"])
 def test_peers_of_the_gpu_are_called_rightly(monkeypatch, name: str, mask: str) -> None:
     """Their builders on CPU tensors, with a stand-in where the library is for GPUs only."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    pytest.importorskip("torch")
+    compile_to_graphs(monkeypatch)
     stand_in_for_flash_attention(monkeypatch)
     group = run.Group((Case("bf16", 2, 40, 40, 4, 2, 16, 16, mask),), (peers.PEERS[name],), "cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled
-        row = measured(group)[1]
+    row = measured(group)[1]
     if name in ("fa2", "fa3") and mask.startswith("window"):
         assert row["error"] == "unfit: it has no sliding windows"
         return
-    assert "error" not in row
+    assert row.get("error") is None
     assert "note" not in row
     assert row["max_error"] < 0.02
 

@@ -14,7 +14,7 @@ from .base import HOST, ITEMSIZES, Adapter, Array, normal_strides, unknown_dtype
 class Dynamo:
     """What torch.compile does to the package: once `hide` has run it traces `TRACED` alone."""
 
-    TRACED = ("_attention", "masks", "_torch.graph", "_torch.words")
+    TRACED = ("_attention", "masks", "_torch.graph", "_torch.words", "_bench")
     hidden = False
 
     @classmethod

@@ -10,8 +10,9 @@ import numpy as np
 
 from .case import Case
 from .modifiers import Documents, Prefix
-from .runner import Arrays, Runner, torch_arrays, torch_clock, torch_operand
+from .runner import Arrays, Runner, Unfit, torch_arrays, torch_clock, torch_operand
 
+WORDS = 300  # of a reason, in letters
 FEATURES = ("softcap", "alibi", "bias", "mask", "sink", "documents", "prefix", "packed")
 
 
@@ -36,18 +37,37 @@ def flex(case: Case, arrays: Arrays, device: str) -> Runner:
         options["block_mask"] = create_block_mask(sees, batch, None, *sizes, device=device)
     sink: Any = operands.get("learnable_sink")
 
-    def with_sink(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise Unfit("torch.compile leaves it to run as it is written")
+        if sink is None:
+            return flex_attention(q, k, v, **options)
         out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
         return out * torch.sigmoid(aux.lse - sink[:, None])[..., None].to(out.dtype)
 
-    # Dynamo would take the second case's sizes for dynamic ones, and gives up after eight cases.
-    torch.compiler.reset()
-    attend = with_sink if sink is not None else functools.partial(flex_attention, **options)
+    compiled = compile_whole(attend)
+    try:
+        compiled(q, k, v)
+    except torch._dynamo.exc.Unsupported as reason:
+        words = " ".join(str(reason).split())
+        raise Unfit(f"torch.compile does not take it whole: {words[:WORDS]}") from None
     return Runner(
-        functools.partial(torch.compile(attend, dynamic=False), q, k, v),
+        functools.partial(compiled, q, k, v),
         torch_clock(device),
         lambda out: out.transpose(1, 2)[0] if case.lengths else out.transpose(1, 2),
     )
+
+
+def compile_whole(function: Any) -> Callable:
+    """Compile a function for the sizes of its first call; no part of it may run uncompiled.
+
+    Dynamo keeps what it has compiled by code object, and gives up where one has eight sizes: each
+    function has a copy of its code.
+    """
+    import torch
+
+    function.__code__ = function.__code__.replace()
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def score_mod(case: Case, operands: dict[str, Any]) -> Callable | None:
