@@ -134,7 +134,8 @@ SINGLE: Table = {
     ),
     96: (
         Tiles(32, 32, 16, 16, 2, 2, 2, 2, heavy=MANY),
-        Tiles(32, 32, 16, 16, 2, 2, 2, 1, heavy=MANY),
+        Tiles(32, 32, 16, 16, 2, 2, 2, 1, heavy=4),
+        Tiles(32, 32, 16, 16, 2, 2, 1, 1, heavy=MANY),
     ),
     128: (
         Tiles(64, 32, 16, 16, 4, 2, 2, 1, heavy=MANY),

@@ -90,16 +90,28 @@ def poisoned(place: str) -> Iterator[None]:
 
 
 def emulated(
-    kernel: str, case: Case, seed: int = 0, *, arch: int = ARCH, **options: Any
+    kernel: str,
+    case: Case,
+    seed: int = 0,
+    *,
+    arch: int = ARCH,
+    forward: str | None = None,
+    **options: Any,
 ) -> Gradients:
-    """Return the gradients of a case by a kernel of a GPU on the emulator, after the CPU's out."""
+    """Return the gradients of a case by a kernel of a GPU on the emulator.
+
+    They are of the CPU's output and LSE, or of those of a kernel that is named, there too.
+    """
     arrays = [x.host for x in case.arrays()]
     options = hosted(case.options) | options
     own = options.pop("deterministic", False)
     dout, dlse = seeds_of(arrays[0], arrays[2], options.get("layout", "bshd"))
     function = cupyflash.attention_varlen if "cu_seqlens_q" in options else cupyflash.attention
-    out, lse = function(*arrays, return_lse=True, **options)
+    if forward is None:
+        out, lse = function(*arrays, return_lse=True, **options)
     with cupyflash.emulate(seed=seed, arch=arch):
+        if forward is not None:
+            out, lse = function(*arrays, return_lse=True, kernel=forward, **options)
         return cupyflash.attention_backward(
             dout, *arrays, out, lse, dlse=dlse, kernel=kernel, deterministic=own, **options
         )
