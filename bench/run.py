@@ -5,6 +5,7 @@
     python bench/run.py hopper --rows "D128 causal" --peers fa3  # a part of it
     python bench/run.py hopper --rows fp8                        # its 8-bit rows
     python bench/run.py modifiers varlen --budget 300            # what 300 seconds suffice for
+    python bench/run.py paper deterministic                      # both passes; fixed sums
     python bench/run.py cpu                                      # anywhere
 
 The file is written after each problem, so that an interrupted run keeps what it has. That of a part
@@ -84,6 +85,8 @@ def main(
         if whole and going != part:
             (out / results.file_name(document["env"], name + going)).unlink(missing_ok=True)
         click.echo(results.markdown(document["rows"]))
+        if any("extra_mib" in row for row in document["rows"]):
+            click.echo("\n" + results.markdown(document["rows"], "extra_mib"))
         for fault in results.faults(document["rows"]):
             tell(fault)
         tell(str(path))

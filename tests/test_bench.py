@@ -1080,6 +1080,13 @@ def test_all_that_a_suite_needs_is_compiled_before_it_starts(monkeypatch) -> Non
     asked.clear()
     sweep.compile_ahead((run.Group((SMALL,), (), "cpu"),))
     assert asked == []
+    kernels: set[str] = set()
+    monkeypatch.setattr(units.Unit, "compile", lambda unit: kernels.add(unit.launch.symbol))
+    for kernel in (None, "attention_bwd_sm80"):
+        sweep.compile_ahead((run.Group((SMALL,), (), kernel=kernel, backward=True),))
+        assert kernels == {"attention_fwd_sm80", "attention_bwd_delta", "attention_bwd_sm80",
+                           "attention_bwd_dq"}  # fmt: skip
+        kernels.clear()
 
 
 @pytest.mark.frameworks
@@ -1096,6 +1103,76 @@ def test_backward_passes_of_the_cpu_are_timed_beside_a_peer(dtype: str) -> None:
         assert row["call_us"] > 0
     groups = suites.suites()["cpu"]
     assert [group.backward for group in groups] == [False, True]
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_both_passes_are_timed_together_beside_peers(mask: str) -> None:
+    pytest.importorskip("torch")
+    case = Case("fp16", 1, 96, 96, 2, 2, 32, 32, mask)
+    everyone = (peers.PEERS["sdpa"], peers.PEERS["eager"])
+    group = run.Group((case,), everyone, "cpu", passes=True)
+    backward = run.Group((case,), everyone, "cpu", backward=True)
+    rows = measured(group)
+    assert [row["impl"] for row in rows] == ["cupyflash", "sdpa", "eager"]
+    assert rows[0]["kernel"] == "cpu, cpu"
+    for row, alone in zip(rows, measured(backward), strict=True):
+        assert row["pass"] == "fwd+bwd"
+        assert "error" not in row
+        assert row["max_error"] == alone["max_error"]  # the same gradients, whoever is asked
+        assert row["tflops"] * row["kernel_us"] == pytest.approx(3.5 * case.flops() / 1e6)
+        assert "extra_mib" not in row  # of which a CPU knows nothing
+
+
+@pytest.mark.frameworks
+def test_a_fixed_order_of_sums_is_timed_beside_any_order() -> None:
+    pytest.importorskip("torch")
+    case = Case("bf16", 1, 96, 96, 2, 2, 32, 32, "causal", modifier="deterministic")
+    own, plain = measured(run.Group((case,), (), "cpu", plain=True, backward=True))
+    assert (own["impl"], plain["impl"]) == ("cupyflash", "plain")
+    assert own["variant"] == "deterministic"
+    assert all("error" not in row and row["pass"] == "bwd" for row in (own, plain))
+    (line,) = results.grid([own, plain])[2]
+    assert line[results.grid([own, plain])[1].index("x plain")] != "-"
+
+
+def test_the_memory_of_a_call_is_the_most_beside_what_there_was() -> None:
+    told: list[str] = []
+    clock = timing.TorchClock.__new__(timing.TorchClock)
+    clock.cuda = types.SimpleNamespace(
+        synchronize=lambda: told.append("wait"),
+        memory_allocated=lambda: 100,
+        reset_peak_memory_stats=lambda: told.append("reset"),
+        max_memory_allocated=lambda: 100 + 3 * 2**20,
+    )
+    assert clock.extra_bytes(lambda: told.append("call")) == 3 * 2**20
+    assert told == ["wait", "reset", "call", "wait"]
+    own, eager = rows_of({"cupyflash": [2.0], "eager": [8.0]})
+    title, header, lines = results.grid([{**own, "extra_mib": 3.0}, eager], "extra_mib")
+    assert title == "MiB beside the inputs, at the most"
+    assert [lines[0][header.index(name)] for name in ("cupyflash", "eager")] == ["3.00", "-"]
+
+
+def test_the_papers_row_and_lengths_for_its_memory() -> None:
+    (group,) = suites.paper()
+    assert group.name == "fwd+bwd"
+    assert [str(case) for case in group.cases] == [
+        "fp16 B64 S1024 H16 D64 full",
+        *(f"fp16 B4 S{length} H16 D64 full" for length in (512, 1024, 2048, 4096)),
+    ]
+    assert [peer.name for peer in group.peers] == ["eager", "fa2", "fa4", "cudnn"]
+
+
+def test_fixed_orders_of_sums_are_timed_at_each_head_dim() -> None:
+    (group,) = suites.deterministic()
+    assert group.backward
+    assert group.plain
+    assert {(c.head_dim, c.len_q, c.mask) for c in group.cases} == {
+        (d, s, m) for d in (64, 128, 256) for s in (1024, 8192) for m in ("full", "causal")
+    }
+    for case in group.cases:
+        assert case.variant == "deterministic"
+        assert case.arguments(np.asarray)["deterministic"] is True
 
 
 @pytest.mark.frameworks

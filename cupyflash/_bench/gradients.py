@@ -1,12 +1,14 @@
 """Backward passes: their builders from forward ones, and what their results are held against.
 
-What is timed is what turns dO into dQ, dK and dV, after one forward pass. Everybody is given torch
-tensors; a peer's backward is what `torch.autograd.grad` runs on the graph that its forward left.
+What is timed is what turns dO into dQ, dK and dV, after one forward pass, or both passes together.
+Everybody is given torch tensors; a peer's backward is what `torch.autograd.grad` runs on the graph
+that its forward left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -19,9 +21,20 @@ import ml_dtypes
 from .. import _attention
 from .._gradients import attention_backward
 from .case import DTYPES, Case
-from .runner import Arrays, Runner, first, kernel_name, normal_torch, torch_arrays, torch_clock
+from .runner import (
+    Arrays,
+    Runner,
+    cupyflash,
+    first,
+    kernel_name,
+    normal_torch,
+    torch_arrays,
+    torch_clock,
+    torch_operand,
+)
 
-FLOPS = 2.5  # of a forward pass: five products where that has two
+# Over those of a forward pass: a backward pass has five products where that has two.
+FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 SEED = 2029  # of dO
 
 
@@ -34,16 +47,17 @@ def own(case: Case, arrays: Arrays, device: str, *, kernel: str | None = None) -
     """Build cupyflash's own backward call."""
     q, k, v = torch_arrays(arrays, device)
     dout = seed_gradient(case, device)
-    out, lse = _attention.attention(q, k, v, return_lse=True, **case.options)
+    arguments = case.arguments(functools.partial(torch_operand, device=device))
+    out, lse = _attention.attention(q, k, v, return_lse=True, **arguments)
     call = functools.partial(
-        attention_backward, dout, q, k, v, out, lse, **case.options, kernel=kernel
+        attention_backward, dout, q, k, v, out, lse, **arguments, kernel=kernel
     )
     return Runner(
         call,
         torch_clock(device),
         lambda found: tuple(found)[:3],
         options={"framework": "torch"},
-        kernel=kernel_name((q, k, v), {**case.options, "kernel": kernel, "backward": True}),
+        kernel=kernel_name((q, k, v), {**arguments, "kernel": kernel, "backward": True}),
     )
 
 
@@ -94,6 +108,34 @@ def of_peer(
     assert tuple(view(result).shape) == case.out_shape
     call = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
     return Runner(call, forward.clock, tuple, context)
+
+
+def own_passes(case: Case, arrays: Arrays, device: str) -> Runner:
+    """Build our forward and backward pass as autograd runs them."""
+    built = of_passes(functools.partial(cupyflash, framework="torch"), case, arrays, device)
+    arguments = case.arguments(functools.partial(torch_operand, device=device))
+    backward = kernel_name(tuple(torch_arrays(arrays, device)), {**arguments, "backward": True})
+    return dataclasses.replace(built, kernel=f"{built.kernel}, {backward}")
+
+
+def of_passes(
+    build: Callable[[Case, Arrays, str], Runner], case: Case, arrays: Arrays, device: str
+) -> Runner:
+    """Build a forward and a backward pass, one after the other, from a forward call."""
+    torch: Any = importlib.import_module("torch")
+    with torch_arrays.differentiable() as leaves:
+        forward = build(case, arrays, device)
+    dout = seed_gradient(case, device)
+    with forward.context():
+        result = forward.call()
+    if tuple(first(result).shape) != case.out_shape:  # heads first
+        dout = dout.transpose(1, 2)
+    assert tuple(forward.view(result).shape) == case.out_shape
+
+    def call() -> Any:
+        return torch.autograd.grad(first(forward.call()), leaves, dout)
+
+    return dataclasses.replace(forward, call=call, view=tuple)
 
 
 @dataclass

@@ -206,6 +206,14 @@ class Prefix(Modifier):
         return (case.len_q * case.len_k + self.value**2) / 2
 
 
+class Deterministic(Modifier):
+    """Gradients that are summed in a fixed order."""
+
+    def arguments(self, case: Case, place: Place) -> dict[str, Any]:
+        """Return the arguments of `cupyflash.attention`."""
+        return {"deterministic": True}
+
+
 MODIFIERS: dict[str, type[Modifier]] = {
     "": Modifier,
     "softcap": Softcap,
@@ -216,6 +224,7 @@ MODIFIERS: dict[str, type[Modifier]] = {
     "dropout": Dropout,
     "documents": Documents,
     "prefix": Prefix,
+    "deterministic": Deterministic,
 }
 VALUED = ("softcap", "dropout", "prefix")  # written as name:value
 

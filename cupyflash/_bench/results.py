@@ -37,7 +37,8 @@ PROBLEM = (
 )
 FIELDS = {*PROBLEM, "impl", "options", "kernel_us", "call_us", "tflops", "gbps", "rounds_us"}
 OWN = "cupyflash"
-PLAIN = "plain"  # cupyflash's causal kernel, beside a case with a modifier
+PLAIN = "plain"  # cupyflash without the modifier of a case, beside it
+TITLES = {"tflops": "TFLOP/s", "gbps": "GB/s", "extra_mib": "MiB beside the inputs, at the most"}
 CAPTION = "vs best peer: the median over the rounds of the peer's time over ours in one round"
 
 
@@ -114,7 +115,7 @@ def best_ratio(group: dict[str, Row]) -> tuple[float, str] | None:
 
 
 def over_plain(group: dict[str, Row]) -> str:
-    """Return our time over that of our causal kernel without the modifier; a dash where unknown."""
+    """Return our time over that of our kernel without the modifier; a dash where unknown."""
     own, plain = (
         next((row for row in group.values() if row["impl"] == name and "error" not in row), None)
         for name in (OWN, PLAIN)
@@ -125,7 +126,7 @@ def over_plain(group: dict[str, Row]) -> str:
 
 def cell(row: Row | None, metric: str, unit: float) -> str:
     """Return one number of a table; a dash where there is none."""
-    if row is None or row.get("error") or row[metric] is None:
+    if row is None or row.get("error") or row.get(metric) is None:
         return "-"
     value = row[metric] * unit
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -134,7 +135,7 @@ def cell(row: Row | None, metric: str, unit: float) -> str:
 def grid(rows: list[Row], metric: str = "") -> tuple[str, list[str], list[list[str]]]:
     """Return title, header and lines of the table of one metric (``tflops``, ``call_us``, ...)."""
     metric = metric or ("call_us" if rows and rows[0]["suite"] == "host" else "tflops")
-    unit, title = 1.0, {"tflops": "TFLOP/s", "gbps": "GB/s"}.get(metric, metric)
+    unit, title = 1.0, TITLES.get(metric, metric)
     known = [row["tflops"] for row in rows if row["tflops"] is not None]
     if metric == "tflops" and known and max(known) < 1:
         unit, title = 1e3, "GFLOP/s"

@@ -26,6 +26,7 @@ from .truth import Truth
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]
+Build = Callable[[Case, Arrays, str], Runner]
 
 PREHEAT_S = 0.3  # a card out of an idle gap runs its first kernels faster than the steady state
 
@@ -39,8 +40,14 @@ class Group:
     device: str = "cuda"
     kernel: str | None = None
     frameworks: tuple[str, ...] = ("",)  # whose arrays cupyflash is given; "" is the peers' own
-    plain: bool = False  # whether our causal kernel without the case's modifier is timed too
+    plain: bool = False  # whether our kernel without the case's modifier is timed too
     backward: bool = False  # whether gradients are computed, of torch tensors
+    passes: bool = False  # whether they are, and the forward pass is timed with them
+
+    @property
+    def name(self) -> str:
+        """What is timed, as the results files say it."""
+        return "fwd+bwd" if self.passes else "bwd" if self.backward else "fwd"
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Entry:
 
     impl: str
     case: Case
-    build: Callable[[Case, Arrays, str], Runner]
+    build: Build
     runner: Runner | None = None
     replay: Callable[[], Any] | None = None
     max_error: float | None = None
@@ -66,6 +73,7 @@ class Entry:
     notes: list[str] = field(default_factory=list)
     kernel_rounds: list[float] = field(default_factory=list)
     call_rounds: list[float] = field(default_factory=list)
+    extra_bytes: int | None = None
 
 
 def run(
@@ -95,25 +103,27 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     truths = {entry.case: truth_of(entry.case, arrays, group) for entry in entries}
     for entry in entries:
         attempt(entry, functools.partial(start, entry, arrays, group.device, truths[entry.case]))
+        if group.passes:
+            attempt(entry, functools.partial(weigh, entry))
     if group.device == "cuda":
         preheat(entries, effort.preheat_s)
     for turn in range(effort.rounds):
         shift = turn % len(entries)
         for entry in entries[shift:] + entries[:shift]:
             attempt(entry, functools.partial(time_once, entry, effort.budget_s))
-    return [row_of(case, entry, group.backward) for entry in entries]
+    return [row_of(case, entry, group.name) for entry in entries]
 
 
 def truth_of(case: Case, arrays: Arrays, group: Group) -> Truth | gradients.GradientTruth:
     """Return what results of a case are held against."""
-    if group.backward:
+    if group.name != "fwd":
         return gradients.GradientTruth(case, arrays, group.device)
     return Truth(case, arrays)
 
 
 def entries_of(case: Case, group: Group) -> list[Entry]:
     """Return everyone who is timed on a case."""
-    if group.backward:
+    if group.name != "fwd":
         return backward_entries(case, group)
     own = functools.partial(cupyflash, kernel=group.kernel)
     entries = [
@@ -127,15 +137,20 @@ def entries_of(case: Case, group: Group) -> list[Entry]:
 
 
 def backward_entries(case: Case, group: Group) -> list[Entry]:
-    """Return everyone whose backward pass is timed on a case."""
+    """Return everyone whose backward pass, or both of whose passes, are timed on a case."""
     if group.device == "cuda":
         gradients.release()
-    own = functools.partial(gradients.own, kernel=group.kernel)
+    own: Build = functools.partial(gradients.own, kernel=group.kernel)
+    of_peer = gradients.of_peer
+    if group.passes:
+        own, of_peer = gradients.own_passes, gradients.of_passes
+    entries = [Entry(OWN, case, own)]
+    if group.plain:
+        entries.append(Entry(PLAIN, dataclasses.replace(case, modifier=""), own))
     others = [
-        Entry(peer.name, case, functools.partial(gradients.of_peer, peer.runner))
-        for peer in group.peers
+        Entry(peer.name, case, functools.partial(of_peer, peer.runner)) for peer in group.peers
     ]
-    return [Entry(OWN, case, own), *others]
+    return entries + others
 
 
 def attempt(entry: Entry, step: Callable[[], None]) -> None:
@@ -171,6 +186,14 @@ def start(
             entry.notes.append(f"not captured: {type(failure).__name__}: {failure}"[:200])
 
 
+def weigh(entry: Entry) -> None:
+    """Measure what memory a call takes beside its inputs."""
+    runner = entry.runner
+    assert runner is not None
+    with runner.context():
+        entry.extra_bytes = runner.clock.extra_bytes(runner.call)
+
+
 def time_once(entry: Entry, budget_s: float) -> None:
     """Add one round of kernel and call times."""
     runner = entry.runner
@@ -191,14 +214,14 @@ def preheat(entries: list[Entry], seconds: float) -> None:
                 runner.clock.sync(runner.call())
 
 
-def row_of(case: Case, entry: Entry, backward: bool = False) -> Row:
+def row_of(case: Case, entry: Entry, name: str = "fwd") -> Row:
     """Return the row of a results file: rates are of what the entry computed."""
     kernel_us = median(entry.kernel_rounds)
     call_us = median(entry.call_rounds)
     best_us = kernel_us if kernel_us is not None else call_us
-    flops = entry.case.flops() * (gradients.FLOPS if backward else 1)
+    flops = entry.case.flops() * gradients.FLOPS[name]
     row: Row = {
-        "pass": "bwd" if backward else "fwd",
+        "pass": name,
         "impl": entry.impl,
         "kernel": entry.runner.kernel if entry.runner else None,
         "dtype": case.dtype,
@@ -215,12 +238,14 @@ def row_of(case: Case, entry: Entry, backward: bool = False) -> Row:
         "kernel_us": kernel_us,
         "call_us": call_us,
         "tflops": flops / best_us / 1e6 if best_us else None,
-        "gbps": entry.case.bytes() / best_us / 1e3 if best_us and not backward else None,
+        "gbps": entry.case.bytes() / best_us / 1e3 if best_us and name == "fwd" else None,
         "max_error": entry.max_error,
         "rounds_us": entry.kernel_rounds or entry.call_rounds,
     }
     if case.lengths:
         row["lengths"] = list(case.lengths)
+    if entry.extra_bytes is not None:
+        row["extra_mib"] = entry.extra_bytes / 2**20
     if entry.error or entry.notes:
         row["error" if entry.error else "note"] = entry.error or "; ".join(entry.notes)
     return row

@@ -15,6 +15,7 @@ from .run import Effort, Group
 TOKENS = 16384  # batch x length, as in the papers' tables
 WIDTH = 2048  # heads x head_dim
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MEMORY_LENGTHS = (512, 1024, 2048, 4096)
 MASKS = ("full", "causal")
 EQUAL = (1024,) * 16  # the lengths of packed sequences
 
@@ -25,6 +26,8 @@ EFFORTS = {
     "varlen": Effort(rounds=7, budget_s=0.025),
     "backward": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
     "backward-generic": Effort(rounds=5, budget_s=0.025, preheat_s=0.15),
+    "paper": Effort(rounds=5, budget_s=0.05, preheat_s=0.15),
+    "deterministic": Effort(rounds=7, budget_s=0.025, preheat_s=0.15),
 }
 
 
@@ -84,6 +87,24 @@ def backward_generic() -> tuple[Group, ...]:
         Group(dense("bf16"), peers("fa2"), kernel=sm80, backward=True),
         Group(dense("fp32"), peers("efficient"), kernel=sm80, backward=True),
     )
+
+
+def paper() -> tuple[Group, ...]:
+    """Return the row of FlashAttention's paper, both passes, and what memory they take by length.
+
+    The scores of the longest length are 2 GiB, of which the plain formula has several copies.
+    """
+    everyone = peers("eager", "fa2", "fa4", "cudnn")
+    row = square("fp16", 64, 1024, 16, 64, "full")
+    lengths = tuple(square("fp16", 4, length, 16, 64, "full") for length in MEMORY_LENGTHS)
+    return (Group((row, *lengths), everyone, passes=True),)
+
+
+def deterministic() -> tuple[Group, ...]:
+    """Return gradients in a fixed order of sums, beside our own in any order."""
+    cases = dense("bf16", (64, 128, 256))
+    ordered = tuple(dataclasses.replace(case, modifier="deterministic") for case in cases)
+    return (Group(ordered, plain=True, backward=True),)
 
 
 def modifiers() -> tuple[Group, ...]:
@@ -191,6 +212,8 @@ def suites() -> dict[str, tuple[Group, ...]]:
         "hopper": hopper(),
         "backward": backward(),
         "backward-generic": backward_generic(),
+        "paper": paper(),
+        "deterministic": deterministic(),
         "modifiers": modifiers(),
         "varlen": varlen(),
         # What a warm call costs: the problem is so small that Python is all of it.

@@ -159,18 +159,30 @@ def document(
     return {"env": env | {"clocks_after": environment.clocks()}, "rows": rows}
 
 
+# The kernels of a pass, of which a group may force one.
+OF_PASS = {
+    name: {kernel.name for kernel in _kernels.KERNELS if kernel.op == op}
+    for name, op in (("fwd", "forward"), ("bwd", "backward"))
+}
+
+
 def compile_ahead(groups: tuple[Group, ...]) -> None:
     """Compile what the cases of a GPU need, all at once: NVRTC takes a thread for each."""
     wanted = [
-        (case, group.kernel) for group in groups if group.device == "cuda" for case in group.cases
+        (case, group.kernel, passes)
+        for group in groups
+        if group.device == "cuda"
+        for case in group.cases
+        for passes in (["fwd", "bwd"] if group.name != "fwd" else ["fwd"])
     ]
     if not wanted:
         return
     arch = str(_jit.compute_capability(0))
 
-    def compile_one(case: Case, kernel: str | None) -> None:
+    def compile_one(case: Case, kernel: str | None, name: str) -> None:
         with contextlib.suppress(Exception):  # which the case itself will meet and report
-            for unit in units_of(case, arch, kernel):
+            forced = kernel if kernel in OF_PASS[name] else None
+            for unit in units_of(case, arch, forced, name == "bwd"):
                 unit.compile()
 
     with ThreadPoolExecutor() as pool:

@@ -53,6 +53,10 @@ class HostClock:
         self.sync(result)
         return (time.perf_counter() - begin) / count * 1e6
 
+    def extra_bytes(self, call: Call) -> int | None:
+        """Return the most memory that a call has beside what there was; None where nobody knows."""
+        return None
+
     def once_s(self, call: Call) -> float:
         """Return the seconds of one call and of the wait for it."""
         begin = time.perf_counter()
@@ -122,6 +126,14 @@ class TorchClock(GpuClock):
     def sync(self, result: Any = None) -> None:
         """Wait for the device."""
         self.cuda.synchronize()
+
+    def extra_bytes(self, call: Call) -> int:
+        """Return the most memory that a call has of torch's allocator, its results included."""
+        self.sync()
+        before = self.cuda.memory_allocated()
+        self.cuda.reset_peak_memory_stats()
+        self.sync(call())
+        return self.cuda.max_memory_allocated() - before
 
     def capture(self, call: Call) -> Call:
         """Capture one call after a warm-up on a side stream; the graph's pool keeps the output.
