@@ -882,7 +882,7 @@ def test_the_environment_says_what_results_depend_on() -> None:
     [("generic", "attention_fwd_sm80"), ("backward-generic", "attention_bwd_sm80")],
 )
 def test_suites_hold_the_rows_that_the_bars_are_set_on(suite: str, kernel: str) -> None:
-    bf16, fp32 = suites.suites()[suite]
+    bf16, fp32, *biased = suites.suites()[suite]
     assert {(c.head_dim, c.len_q, c.mask) for c in bf16.cases} == {
         (d, s, m) for d in (64, 128) for s in (1024, 8192) for m in ("full", "causal")
     }
@@ -894,6 +894,10 @@ def test_suites_hold_the_rows_that_the_bars_are_set_on(suite: str, kernel: str) 
             assert case.heads_q * case.head_dim == 2048
     assert [p.name for p in bf16.peers] == ["fa2"]
     assert [p.name for p in fp32.peers] == ["efficient"]
+    assert [str(case) for group in biased for case in group.cases] == (
+        ["bf16 B4 S4096 H16 D128 full bias"] if suite == "backward-generic" else []
+    )
+    assert all(group.plain and group.kernel == kernel for group in biased)
 
 
 def test_the_hopper_suite_holds_the_rows_of_the_kernel() -> None:
@@ -1122,6 +1126,27 @@ def test_both_passes_are_timed_together_beside_peers(mask: str) -> None:
         assert row["max_error"] == alone["max_error"]  # the same gradients, whoever is asked
         assert row["tflops"] * row["kernel_us"] == pytest.approx(3.5 * case.flops() / 1e6)
         assert "extra_mib" not in row  # of which a CPU knows nothing
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_gradient_of_a_bias_is_timed_and_held_against_fp64(mask: str) -> None:
+    pytest.importorskip("torch")
+    case = Case("bf16", 2, 96, 96, 4, 2, 32, 32, mask, modifier="bias")
+    group = run.Group((case,), (peers.PEERS["sdpa"],), "cpu", plain=True, backward=True)
+    own, plain, sdpa = measured(group)
+    assert [row["impl"] for row in (own, plain, sdpa)] == ["cupyflash", "plain", "sdpa"]
+    assert all("error" not in row for row in (own, plain, sdpa))
+    arrays = case.shared_inputs()
+    truth = gradients.GradientTruth(case, arrays, "cpu")
+    for build in (gradients.own, functools.partial(gradients.of_peer, peers.PEERS["sdpa"].runner)):
+        built = build(case, arrays, "cpu")
+        with built.context():
+            results = [x.clone() for x in built.view(built.call())]
+        assert [tuple(x.shape) for x in results] == [*case.shapes, (1, 1, 96, 96)]
+        assert build is not gradients.own or truth.compare(results)[1] == ""
+        results[3][0, 0, 7, 3] += 2
+        assert truth.compare(results)[1].startswith("wrong: dbias")
 
 
 @pytest.mark.frameworks

@@ -55,7 +55,7 @@ def own(case: Case, arrays: Arrays, device: str, *, kernel: str | None = None) -
     return Runner(
         call,
         torch_clock(device),
-        lambda found: tuple(found)[:3],
+        lambda found: tuple(x for x in found if x is not None),
         options={"framework": "torch"},
         kernel=kernel_name((q, k, v), {**arguments, "kernel": kernel, "backward": True}),
     )
@@ -140,18 +140,24 @@ def of_passes(
 
 @dataclass
 class GradientTruth:
-    """Gradients of the first head of keys and its queries in fp64, computed by torch."""
+    """Gradients of the first head of keys and its queries in fp64, computed by torch.
+
+    And that of a bias, which is of all heads.
+    """
 
     case: Case
     arrays: Arrays
     device: str = "cuda"
 
-    def computed(self, *, rounded: bool) -> tuple[Any, Any, Any]:
-        """Return dq, dk and dv; rounded as the definition of accuracy rounds, or exact."""
+    def __post_init__(self) -> None:
+        assert self.case.features <= {"deterministic", "bias"}
+
+    def computed(self, *, rounded: bool) -> tuple[Any, ...]:
+        """Return dq, dk, dv and dbias, if any; rounded as accuracy is defined by, or exact."""
         torch: Any = importlib.import_module("torch")
         case, group = self.case, self.case.heads_q // self.case.heads_k
         q, k, v = torch_arrays(self.arrays, self.device)
-        dout = seed_gradient(case, self.device)[0, :, :group]
+        dout = seed_gradient(case, self.device)
         kind = torch.float32 if rounded else torch.float64
 
         dtype = q.dtype
@@ -159,24 +165,36 @@ class GradientTruth:
         def stored(x: Any) -> Any:
             return x.to(dtype).to(kind) if rounded else x
 
-        q, dout = (x.transpose(0, 1).to(kind) for x in (q[0, :, :group], dout))
-        k, v = (x[0, :, 0].to(kind) for x in (k, v))
         scale = case.head_dim**-0.5
-        hidden = self._hidden()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for h in range(group):
-            scores = scale * (q[h] @ k.T)
+        hidden, bias = self._hidden(), self._bias()
+        dq: list[Any] = []
+        dk, dv, dbias = 0, 0, 0
+        heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
+        for b, h in heads if bias is not None else heads[:group]:
+            mine, down = q[b, :, h].to(kind), dout[b, :, h].to(kind)
+            keys, values = (x[b, :, h // group].to(kind) for x in (k, v))
+            scores = scale * (mine @ keys.T)
+            if bias is not None:
+                scores += bias
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
             p = scores.softmax(-1)
-            out = stored(stored(p) @ v)
-            dp = dout[h] @ v.T
-            dp -= (dout[h] * out).sum(-1, keepdim=True)
+            out = stored(stored(p) @ values)
+            dp = down @ values.T
+            dp -= (down * out).sum(-1, keepdim=True)
             slopes = stored(dp.mul_(p))
-            dq[h] = scale * (slopes @ k)
-            dk += scale * (slopes.T @ q[h])
-            dv += stored(p).T @ dout[h]
-        return stored(dq), stored(dk), stored(dv)
+            if bias is not None:
+                dbias += slopes
+            if (b, h) in heads[:group]:
+                dq.append(scale * (slopes @ keys))
+                dk += scale * (slopes.T @ mine)
+                dv += stored(p).T @ down
+        several = (torch.stack(dq), dk, dv, *[dbias] * (bias is not None))
+        return tuple(map(stored, several))
+
+    def _bias(self) -> Any:
+        bias = self.case.modified.arguments(self.case, lambda x: x).get("attn_bias")
+        return None if bias is None else torch_operand(bias[0, 0], self.device)
 
     def _hidden(self) -> Any:
         torch: Any = importlib.import_module("torch")
@@ -197,7 +215,7 @@ class GradientTruth:
             torch.backends.cuda.matmul.allow_tf32 = tf32
         return [
             (name, ref, float(2 * (near - ref).abs().max() + unit * ref.abs().max()))
-            for name, ref, near in zip(("dq", "dk", "dv"), exact, plain, strict=True)
+            for name, ref, near in zip(("dq", "dk", "dv", "dbias"), exact, plain, strict=False)
         ]
 
     def compare(self, found: Any, *, own_numbers: bool = False) -> tuple[float | None, str]:
@@ -205,11 +223,13 @@ class GradientTruth:
         assert not own_numbers, "no suite drops weights of a backward pass"
         group = self.case.heads_q // self.case.heads_k
         errors, wrong = [], ""
-        rows = zip(self.parts, found, self.case.shapes, strict=True)
-        for (name, ref, bound), gradient, shape in rows:
-            if tuple(gradient.shape) != shape:
+        shapes = dict(zip(("dq", "dk", "dv"), self.case.shapes, strict=True))
+        for (name, ref, bound), gradient in zip(self.parts, found, strict=True):
+            if tuple(gradient.shape) != shapes.get(name, (1, 1, *ref.shape)):
                 return None, f"wrong: {name} of shape {tuple(gradient.shape)}"
-            here = gradient[0, :, :group].transpose(0, 1) if name == "dq" else gradient[0, :, 0]
+            here = gradient[0, 0] if name == "dbias" else gradient[0, :, 0]
+            if name == "dq":
+                here = gradient[0, :, :group].transpose(0, 1)
             error = float((here.double() - ref).abs().max())
             errors.append(error)
             if not error <= bound and not wrong:

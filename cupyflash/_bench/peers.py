@@ -112,6 +112,8 @@ def scores(case: Case, device: str) -> dict[str, Any]:
     (operand,) = case.modified.arguments(
         case, functools.partial(torch_operand, device=device)
     ).values()
+    if case.mask == "full":
+        return {"attn_mask": operand}
     seen = torch.from_numpy(case.band.dense(case.len_q, case.len_k)).to(device)
     masked = (
         operand & seen if operand.dtype == torch.bool else operand.masked_fill(~seen, -math.inf)

@@ -70,6 +70,12 @@ class OnDevice:
             return list(self._leaves)
         return list(self._tensors)
 
+    def operand(self, x: Any) -> Any:
+        """Return a tensor beside the inputs, which requires grad where they do and it can."""
+        if self._leaves is not None and x.is_floating_point():
+            self._leaves.append(x.requires_grad_())
+        return x
+
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[list[Any]]:
         """Hand out tensors that require grad, and list them."""
@@ -101,7 +107,7 @@ def torch_tensor(x: np.ndarray) -> Any:
 
 def torch_operand(x: np.ndarray, device: str) -> Any:
     """Return a copy of a NumPy array as a torch tensor on a device."""
-    return torch_tensor(np.ascontiguousarray(x)).to(device)
+    return torch_arrays.operand(torch_tensor(np.ascontiguousarray(x)).to(device))
 
 
 @functools.lru_cache(maxsize=2)

@@ -81,11 +81,16 @@ def backward() -> tuple[Group, ...]:
 
 
 def backward_generic() -> tuple[Group, ...]:
-    """Return what the generic kernel of gradients, forced, is held to: what runs everywhere too."""
+    """Return what the generic kernel of gradients, forced, is held to: what runs everywhere too.
+
+    The gradient of a bias is timed beside the call without a bias.
+    """
     sm80 = "attention_bwd_sm80"
+    biased = dataclasses.replace(square("bf16", 4, 4096, 16, 128, "full"), modifier="bias")
     return (
         Group(dense("bf16"), peers("fa2"), kernel=sm80, backward=True),
         Group(dense("fp32"), peers("efficient"), kernel=sm80, backward=True),
+        Group((biased,), peers("efficient", "cudnn"), kernel=sm80, plain=True, backward=True),
     )
 
 
