@@ -151,16 +151,25 @@ static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same s
 static_assert(MaskPolicy<Mask> && Mask::INTERVALS, "a key is seen by the queries of an interval");
 static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
 
+template <bool DETERMINISTIC>
+struct OrderOf {
+  using Type = Work;
+};
+template <>
+struct OrderOf<true> {
+  using Type = RollingWork;
+};
+
 // Blocks of keys run roughly in the order of their index. Heads go in groups whose arrays fit the L2 cache together;
 // inside a group the first keys come first, since under a causal mask those have most queries, and heads alternate
-// fastest. Packed sequences have as many slots for blocks as their rows may need wherever they begin, see
-// tile/place.cuh. By a full warp.
+// fastest; where dQ has a fixed order groups overlap. Packed sequences have as many slots for blocks as their rows may
+// need wherever they begin, see tile/place.cuh. By a full warp.
 template <class Sequences>
 DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences, u32 index) {
   constexpr bool PACKED = Sequences::PACKED;
   const int blocks = PACKED ? p.len_k / BLOCK_K + p.batch + 2 : (p.len_k + BLOCK_K - 1) / BLOCK_K;
-  const Work work(index, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
-  const int at = blocks - 1 - work.tile;  // Work begins with the last
+  const typename OrderOf<DETERMINISTIC>::Type work(index, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
+  const int at = DETERMINISTIC ? work.tile : blocks - 1 - work.tile;  // Work begins with the last
   Place place;
   place.head_k = work.head;
   if constexpr (PACKED) {
