@@ -137,6 +137,14 @@ def test_all_modifiers_at_other_head_dims(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_modifiers_of_fp32_where_shared_memory_is_small(deterministic: bool) -> None:
+    several = ("alibi", "bias", "mask", "dropout", "sink")
+    case = replace(SETS[3], dtype="float32", modifiers=several)
+    check(case, SEEDS[:2], arch=86, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("len_q", LENGTHS)
 def test_pairs_of_lengths(len_q: int, band: dict[str, Any]) -> None:
