@@ -124,7 +124,11 @@ def _refuse_blocks(problem: Problem) -> str | None:
 
 
 def _heads_per_group(problem: Problem, block_k: int) -> int:
-    """Return how many kv heads share the L2 cache; blocks of one length need no order."""
+    """Return how many kv heads share the L2 cache.
+
+    Blocks of one length need no groups, but where they wait for each other: see the page on the
+    kernel.
+    """
     if not problem.band.bounded and not problem.deterministic:
         return 1
     there = problem.heads_k * (1 if problem.packed else problem.batch)

@@ -326,7 +326,7 @@ MASKS = (
 )
 ORDER = (
     Mutation("in order: the wait for a turn is left out", PRODUCER,
-        "    ptx::acquire_when(counter, before);\n", "", "in order", OTHER_BITS),
+        "    if (waits) ptx::acquire_when(counter, before);\n", "", "in order", OTHER_BITS),
     Mutation("in order: the proxy fence after the wait is left out", PRODUCER,
         "    if constexpr (!WIDE) ptx::fence_proxy_async_global();", "    ", "in order",
         "no fence.proxy.async.global has followed"),

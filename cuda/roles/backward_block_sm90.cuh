@@ -38,7 +38,9 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
         loader.run();
       }
     } else if (warp <= CONSUMERS) {
-      if (ptx::elect()) drain(p, shared, shared.place, warp - 1);
+      // Where bounds fall, rows of sequences and their counters may overlap, and waits might not end.
+      const bool waits = DETERMINISTIC && !falls<Sequences>(p.sequences, p.batch, p.len_q);
+      if (ptx::elect()) drain(p, shared, shared.place, warp - 1, waits);
     } else {
       clear_tails(shared);
     }

@@ -110,7 +110,7 @@ DEVICE void clear_tails(S &shared) {
 // query block, which is 0 at first, and i + 1 when the i-th block of keys of the sequence has added.
 template <bool ORDERED>
 struct Turns {
-  DEVICE Turns(const Params &, const Place &, int) {}
+  DEVICE Turns(const Params &, const Place &, int, bool) {}
   DEVICE void await(const Block &) {}
   DEVICE void pass_on() {}
 };
@@ -121,9 +121,10 @@ struct Turns<true> {
   u32 *counter;         // of the query block whose turn it is
   u32 own, before = 0;  // what it is when this block of keys, and when those before it, have added
   int group, until;     // the block of keys before this one sees queries up to here
+  bool waits;
 
-  DEVICE Turns(const Params &p, const Place &place, int group)
-      : p(p), place(place), own(place.key / BLOCK_K + 1), group(group), until(0) {
+  DEVICE Turns(const Params &p, const Place &place, int group, bool waits)
+      : p(p), place(place), own(place.key / BLOCK_K + 1), group(group), until(0), waits(waits) {
     if (own > 1) until = queries_of(p, place, place.head_k * (p.heads_q / p.heads_k), place.key - BLOCK_K).end;
   }
 
@@ -136,7 +137,7 @@ struct Turns<true> {
   // Waits until all earlier keys that see the query block have been added.
   DEVICE void await(const Block &block) {
     choose(block);
-    ptx::acquire_when(counter, before);
+    if (waits) ptx::acquire_when(counter, before);
     if constexpr (!WIDE) ptx::fence_proxy_async_global();  // they came by copies of the bulk engine, as ours do
   }
 
@@ -148,8 +149,8 @@ struct Turns<true> {
 
 // One thread: adds a consumer's part of dQ, block after block, or tells the consumer when to.
 template <class S>
-DEVICE void drain(const Params &p, S &shared, const Place &place, int group) {
-  Turns<DETERMINISTIC> turns(p, place, group);
+DEVICE void drain(const Params &p, S &shared, const Place &place, int group, bool waits) {
+  Turns<DETERMINISTIC> turns(p, place, group, waits);
   Cursor<1> at;
   if constexpr (!WIDE) {
     auto &ring = shared.passed.dq_ring[group];

@@ -151,6 +151,7 @@ static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same s
 static_assert(MaskPolicy<Mask> && Mask::INTERVALS, "a key is seen by the queries of an interval");
 static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
 
+// Which tile a block has.
 template <bool DETERMINISTIC>
 struct OrderOf {
   using Type = Work;
