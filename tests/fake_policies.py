@@ -1,10 +1,12 @@
 """Params of the policies as a kernel on the host reads them, by the C structs of cuda/."""
 
+import math
 import re
 import struct
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cupyflash._array import Array, contiguous_strides
 from cupyflash._array.host import host_view
@@ -105,8 +107,10 @@ class Reader:
         assert read != "2" or not any(n % 2 for n in (*steps, bias.shape[3]))
 
     def read_softcap(self, _: str) -> None:
-        cap, inverse = self.take("2f")
+        cap, inverse, *near, reach, _unused = self.take("8f")
         assert inverse == np.float32(2 / cap)
+        if reach >= 0:  # where score * scale = cap / 2
+            assert near[0] * math.sqrt(reach) == pytest.approx(cap / 2 / math.log(2), rel=1e-5)
         self.options["softcap"] = cap
 
     def read_alibi(self, _: str) -> None:
