@@ -169,4 +169,4 @@ def sanitized(
     if shutil.which(fixed[0]) is None or subprocess.run([*fixed, "true"], check=False).returncode:
         fixed = []
     child = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    return run_child(*fixed, "env", f"LD_PRELOAD={path}", *child, timeout=900, **options)
+    return run_child(*fixed, "env", f"LD_PRELOAD={path}", *child, timeout=1800, **options)

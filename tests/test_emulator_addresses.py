@@ -27,7 +27,7 @@ def test_an_index_past_an_array_of_a_thread_is_seen() -> None:
     assert "unit.cpp:8" in child.stdout
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("kernel", BACKWARD)
 def test_gradients_are_clean(kernel: str) -> None:
     child = sanitized("libasan.so", "addresses.py", "differentiate", kernel, **OPTIONS)
@@ -35,7 +35,7 @@ def test_gradients_are_clean(kernel: str) -> None:
     assert child.stdout.splitlines() == list(BACKWARD[kernel])
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 def test_the_smoke_cases_are_clean() -> None:
     child = sanitized("libasan.so", "addresses.py", "attend", **OPTIONS)
     assert child.returncode == 0, child.stdout[-5000:]

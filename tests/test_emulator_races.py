@@ -36,7 +36,7 @@ def checked(*what: str) -> CompletedProcess[str]:
     return sanitized("libtsan.so", "races.py", *what, **OPTIONS)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("what", ["tiny", *PROBLEMS])
 def test_what_is_right_is_clean(what: str) -> None:
     child = checked("clean", what)
