@@ -81,6 +81,10 @@ PROBLEMS = {
         200, 130, 64, 64, "float16", heads_q=2, heads_k=2, causal=True, modifiers=("sink",)
     ),
     "fp8, rows without keys": case(300, 200, 64, "float8_e4m3fn", causal=True),
+    "fp8, vast": case(70, 300, 64, "float8_e4m3fn", softmax_scale=1e9),
+    "fp8, vast, rows without keys": case(
+        300, 200, 64, "float8_e4m3fn", causal=True, softmax_scale=9.0
+    ),
 }
 # Of the problems that are too small for the tile table's to show a fault.
 TILES = {
@@ -102,6 +106,7 @@ STILL_READ = "in flight reads"
 TOO_MANY = "more arrivals than its"
 OWNED = "arithmetic with an accumulator that a wgmma in flight owns"
 DEADLOCK = "DEADLOCK"
+MISSED = "the phase after it has ended too"
 
 # fmt: off
 SYNCHRONISATION = (
@@ -139,7 +144,7 @@ SYNCHRONISATION = (
     Mutation("Q is free when one warp has released it", KERNEL,
         "ring.init(4)", "ring.init(1)", "many tiles", DEADLOCK),
     Mutation("every lane releases K", CONSUMER,
-        "if (ptx::lane() == 0 && !(sum < 0.0f)) ptx::mbarrier_arrive(k.empty",
+        "if (ptx::lane() == 0 && !odd) ptx::mbarrier_arrive(k.empty",
         "ptx::mbarrier_arrive(k.empty", "causal", STILL_READ),
     Mutation("V is released before its product has ended", CONSUMER,
         "    ptx::wgmma_wait<0>();\n    release_v();\n    follow",
@@ -257,7 +262,7 @@ SYNCHRONISATION = (
         "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full",
         "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full", "fp8", NO_BARRIER),
     Mutation("fp8: V is full when one warp has transposed its share", KERNEL,
-        "FP8 ? TRANSPOSERS : 1", "1", "fp8", NO_BARRIER),
+        "FP8 ? TRANSPOSERS : 1", "1", "fp8", MISSED),
     Mutation("fp8: V is transposed before it has landed", PRODUCER,
         "      landed.wait_full(shared.landing.ring);\n", "", "fp8", NO_BARRIER),
     Mutation("fp8: V is transposed over what is still multiplied", PRODUCER,
@@ -375,8 +380,13 @@ ARITHMETIC = (
     Mutation("fp8: the LSE is that of weights without an offset", SOFTMAX,
         "(ptx::lg2(l[r]) - OFFSET<T>)", "ptx::lg2(l[r])", "fp8", WRONG),
     Mutation("fp8: -inf is subtracted from -inf", SOFTMAX,
-        "fmaxf(fmaxf(before, most), -LARGEST)", "fmaxf(before, most)",
-        "fp8, rows without keys", WRONG),
+        "fmaxf(fmaxf(before, most[r]), -LARGEST)", "fmaxf(before, most[r])",
+        "fp8, vast, rows without keys", WRONG),
+    Mutation("fp8: infinity is added to -inf", SOFTMAX,
+        "fminf(fminf(before, ptx::fma(-most[r], c, OFFSET<T>)), LARGEST)",
+        "fminf(before, ptx::fma(-most[r], c, OFFSET<T>))", "fp8, rows without keys", WRONG),
+    Mutation("fp8: scores of any size are added to a rounded reference", SCORES,
+        "!(fabsf(factor()) * GREATEST_SCORE", "!(0.0f * GREATEST_SCORE", "fp8, vast", WRONG),
     Mutation("fp8: l is not rescaled", SOFTMAX,
         "l[r] = l[r] * shrink[r] + part[r];", "l[r] = l[r] + part[r];", "fp8", WRONG),
     Mutation("fp8: l has the weights of a quarter of the columns", SOFTMAX,

@@ -25,9 +25,12 @@ struct Consumer : Weigher {
   DEVICE void release_q(u32 slot) {
     if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.q_ring[group].empty[slot]));
   }
-  // 8 bits: a sum of weights takes part for the compiler, which else takes them only when the next product has ended.
+  // 8 bits: a vote on the weights takes part for the compiler, which else takes them only when the next product has
+  // ended.
   DEVICE void release_k(float sum = 0.0f) {
-    if (ptx::lane() == 0 && !(sum < 0.0f)) ptx::mbarrier_arrive(k.empty(shared.k_ring));
+    const bool odd =
+        FP8 && CONSUMERS == 2 && ptx::any(sum == -static_cast<float>(p.heads_q));  // never, and only we know
+    if (ptx::lane() == 0 && !odd) ptx::mbarrier_arrive(k.empty(shared.k_ring));
     k.advance();
   }
   DEVICE void release_v() {
@@ -120,7 +123,7 @@ struct Consumer : Weigher {
   // When the product of the block before has ended: O as the weights now are.
   DEVICE void follow() {
     if constexpr (FP8) {
-      softmax.template weigh<EARLY, BLOCK_K>(s, c());
+      softmax.template weigh<EARLY, BLOCK_K>(s, c(), vast());
       softmax.join();
     }
     if constexpr (PROMOTED) {
@@ -155,19 +158,19 @@ struct Consumer : Weigher {
       ptx::wgmma_commit();
     }
     float inverse[2], lse[2];
-    softmax.finish(c(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
+    softmax.finish(c(), vast(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
     rescale(p.dropout, inverse);
     softmax.reset();
     if (begins) {
-      if constexpr (FP8) scale = here.scale;
+      if constexpr (FP8) scale = here.scale, softmax.reset(vast());
       quickly = true;
       modify_all(modifiers.score, here, row, slot, key);
       release_k();
       if (!STAGED && only) release_q(slot);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {
-        softmax.raise(s, c());
-        softmax.template weigh<0, BLOCK_K>(s, c());
+        softmax.raise(s, c(), vast());
+        softmax.template weigh<0, BLOCK_K>(s, c(), vast());
         softmax.join();
       } else {
         softmax.meet(s, c());
@@ -198,8 +201,8 @@ struct Consumer : Weigher {
       modify_all(modifier, here, row, slot, key);
       if constexpr (MASKED) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {  // whose weights have no room for a guess
-        softmax.raise(s, c());
-        softmax.template weigh<0, EARLY>(s, c());
+        softmax.raise(s, c(), vast());
+        softmax.template weigh<0, EARLY>(s, c(), vast());
         if constexpr (!PROMOTED) softmax.vote();
       } else {
         softmax.meet(s, c());
@@ -282,13 +285,18 @@ struct Consumer : Weigher {
     const Sink sink(p.sink, at.head);
     const u32 lane = ptx::lane();
     release_q(slot);
-    const bool some_taken = taken(at, begin, end);
+    if constexpr (PROMOTED && !PACKED) {  // whose registers do not suffice for the addresses of rows
+      o.zero();
+      store(at, slot, {0.0f, 0.0f}, {sink.logit, sink.logit});
+    } else {
+      const bool some_taken = taken(at, begin, end);
 #pragma unroll 1
-    for (int row = begin; row < end; ++row) {
-      if (some_taken && taken(at, row, row + 1)) continue;
-      const int column = 8 * static_cast<int>(lane);
-      if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(out_row(at, row) + column) = {};
-      if (p.lse && lane == 0) store_lse(at, row, sink.logit);
+      for (int row = begin; row < end; ++row) {
+        if (some_taken && taken(at, row, row + 1)) continue;
+        const int column = 8 * static_cast<int>(lane);
+        if (column < p.head_dim_v) *reinterpret_cast<Chunk *>(out_row(at, row) + column) = {};
+        if (p.lse && lane == 0) store_lse(at, row, sink.logit);
+      }
     }
     for (; blocks > 0; --blocks) {
       pass_k(1);

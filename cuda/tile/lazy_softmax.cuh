@@ -32,8 +32,8 @@ struct LazySoftmax {
   bool settled;      // every row of the warp has a reference that guesses may use
   float part[2];     // 8 bits: sums of this block's weights, as far as they are taken
 
-  DEVICE void reset() {
-    m[0] = m[1] = -INFINITE;
+  DEVICE void reset(bool vast = true) {
+    m[0] = m[1] = vast ? -INFINITE : INFINITE;
     l[0] = l[1] = 0.0f;
   }
 
@@ -89,34 +89,52 @@ struct LazySoftmax {
     return true;
   }
 
-  // For weights of 8 bits a block is met in parts, without a branch: `raise`, `weigh` for all columns, `join`. This
-  // moves m to the maximum.
+  // For weights of 8 bits a block is met in parts: `raise`, `weigh` for all columns, `join`. This moves the reference
+  // to the maximum. Where c S stays below VAST the reference is what c S is added to, and m is that: its rounding
+  // counts for all weights alike, and raises none beyond 448. In a `vast` tile S - m is taken first, exact for equal
+  // scores.
+  static constexpr float VAST = 8388608.0f;
   template <int N>
-  DEVICE void raise(Accumulator<N> &s, float c) {
+  DEVICE void raise(Accumulator<N> &s, float c, bool vast) {
     float top[2][2];  // in two chains, as sums are
     s.each([&](float &score, int r, int column) {
       float &chain = top[r][column / 8 % 2];
       chain = column < 16 && column % 2 == 0 ? score : fmaxf(chain, score);
     });
+    float most[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(top[r][0], top[r][1]);
-      most = fmaxf(most, ptx::shfl_xor(most, 1));
-      most = fmaxf(most, ptx::shfl_xor(most, 2));
-      const float before = m[r];
-      m[r] = fmaxf(fmaxf(before, most), -LARGEST);  // -inf minus -inf would be NaN
-      shrink[r] = ptx::ex2((before - m[r]) * c);
+      most[r] = fmaxf(top[r][0], top[r][1]);
+      most[r] = fmaxf(most[r], ptx::shfl_xor(most[r], 1));
+      most[r] = fmaxf(most[r], ptx::shfl_xor(most[r], 2));
       part[r] = 0.0f;
+    }
+    if (vast) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float before = m[r];
+        m[r] = fmaxf(fmaxf(before, most[r]), -LARGEST);  // -inf minus -inf would be NaN
+        shrink[r] = ptx::ex2((before - m[r]) * c);
+      }
+      s.each([&](float &score, int r, int) { score -= m[r]; });
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float before = m[r];
+        m[r] = fminf(fminf(before, ptx::fma(-most[r], c, OFFSET<T>)), LARGEST);
+        shrink[r] = ptx::ex2(m[r] - before);
+      }
     }
   }
 
-  // P = 2^(c (S - m)) in columns [FIRST, END).
+  // P in columns [FIRST, END).
   template <int FIRST, int END, int N>
-  DEVICE void weigh(Accumulator<N> &s, float c) {
+  DEVICE void weigh(Accumulator<N> &s, float c, bool vast) {
+    const float lift[2] = {vast ? OFFSET<T> : m[0], vast ? OFFSET<T> : m[1]};
     float chain[2][2] = {};
     s.each(
         [&](float &score, int r, int column) {
-          score = ptx::ex2(ptx::fma(score - m[r], c, OFFSET<T>));
+          score = ptx::ex2(ptx::fma(score, c, lift[r]));
           float &sum = chain[r][column / 8 % 2];
           sum = column < FIRST + 16 && column % 2 == 0 ? score : sum + score;
         },
@@ -134,13 +152,14 @@ struct LazySoftmax {
   // What O is to be multiplied by, 1 / l, or 0 for a row without keys, and the natural-log LSE, -inf for it. A sink
   // joins l and the LSE.
   template <class Sink>
-  DEVICE void finish(float c, const Sink &sink, float (&inverse)[2], float (&lse)[2]) {
+  DEVICE void finish(float c, bool vast, const Sink &sink, float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       l[r] += ptx::shfl_xor(l[r], 1);
       l[r] += ptx::shfl_xor(l[r], 2);
       inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
       lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * LN_2 * c + LN_2 * (ptx::lg2(l[r]) - OFFSET<T>);
+      if (!vast && l[r] != 0.0f) lse[r] = LN_2 * (ptx::lg2(l[r]) - m[r]);
       if constexpr (Sink::PRESENT) sink.join(inverse[r], lse[r]);
     }
   }
