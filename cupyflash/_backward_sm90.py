@@ -138,7 +138,10 @@ def _heads_per_group(problem: Problem, block_k: int) -> int:
     per_query = problem.heads_q // problem.heads_k * (8 * problem.head_dim)
     per_key = 4 * problem.head_dim
     size = problem.len_q * per_query + problem.len_k * per_key
-    return min(max(1, L2_BYTES // size), there)
+    fit = max(1, L2_BYTES // size)
+    if problem.deterministic:  # halves of two groups are under way, and few blocks of one head wait
+        fit = max(fit // 2, 2 if problem.band.bounded and size <= L2_BYTES else 1)
+    return min(fit, there)
 
 
 def config(problem: Problem) -> BackwardSm90:
