@@ -124,8 +124,8 @@ SYNCHRONISATION = (
         "if constexpr (!Config::DETERMINISTIC) return blockIdx.x;", "return blockIdx.x;",
         "in order", DEADLOCK),
     Mutation("sums do not wait for earlier ones", KERNEL,
-        "  if (threadIdx.x == 0) ptx::acquire_when(p.added + stat_row_of(p, place, step) / "
-        "ADDED_ROWS, tile);\n", "", "in order", OTHER_BITS),
+        "  if (threadIdx.x == 0 && shared.waits) ptx::acquire_when(p.added + stat_row_of(p, place, "
+        "step) / ADDED_ROWS, tile);\n", "", "in order", OTHER_BITS),
     Mutation("one thread alone waits for earlier sums", KERNEL,
         "  ptx::barrier();  // thread 0 has seen it\n", "", "in order", OTHER_BITS),
     Mutation("sums are announced before all threads have added", KERNEL,

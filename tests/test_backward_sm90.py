@@ -13,7 +13,7 @@ from emulated import SEEDS_IN_TURNS, SEEDS_OF, every_other_at_night, needs_compi
 from harness import HOPPER, hosted, same_bits, strided
 
 import cupyflash
-from cupyflash import _backward_sm90, _emulator, _problem
+from cupyflash import _backward_sm90, _emulator
 from cupyflash._array import adapter_of
 from cupyflash._emulator import build
 from cupyflash._emulator.memory import Memory
@@ -153,24 +153,6 @@ def test_groups_of_heads_keep_the_order(group: int, monkeypatch: pytest.MonkeyPa
         )
     judge(case, first)
     assert len(set(scratch)) == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("bounds", [(0, 300, 0, 300), (250, 40, 300, 140)], ids=str)
-def test_blocks_wait_for_nobody_where_bounds_fall(
-    bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As only those may that the host has not seen: rows of two sequences have one counter."""
-    monkeypatch.setattr(_problem, "_values", lambda array: None)
-    rng = np.random.default_rng(3)
-    q, k, v, dout = (rng.standard_normal((900, 1, 64)).astype(np.float16) for _ in range(4))
-    own = {"cu_seqlens_q": np.array(bounds), "cu_seqlens_k": np.array([0, 300, 600, 900])}
-    with cupyflash.emulate():
-        out, lse = cupyflash.attention_varlen(q, k, v, return_lse=True, **own)
-        found = cupyflash.attention_backward(
-            dout, q, k, v, out, lse, kernel=KERNEL, deterministic=True, **own
-        )
-    assert np.isfinite(found.dk.astype(np.float32)).all()
 
 
 @needs_compiler

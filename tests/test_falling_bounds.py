@@ -2,16 +2,19 @@
 
 A sequence is then empty, or begins before the end of another: a row of one sequence is computed as
 its, one of several as one of theirs, one of none is written as zeros, and nothing else is touched.
+Gradients of such a call are of no use, but they too touch nothing else, and end.
 """
 
 import itertools
 
 import numpy as np
 import pytest
-from emulated import needs_compiler, run
+from emulated import SEEDS, needs_compiler, run
+from gradients import poisoned
 from harness import GPU_KERNEL, HOPPER
 
-from cupyflash import _accuracy, _problem
+import cupyflash
+from cupyflash import _accuracy, _backward_sm80, _backward_sm90, _problem
 
 pytestmark = needs_compiler
 
@@ -72,3 +75,49 @@ def test_every_row_is_written_by_its_sequence(
     assert right[1][:, ~none].all()
     assert not out[none].any()
     assert np.isneginf(lse[:, none]).all()
+
+
+EVEN = tuple(range(0, 901, 300))
+MANY = 41  # sequences: a warp finds them in two steps, where it may miss the first tiles of one
+BOUNDS_OF_GRADIENTS = {
+    "queries share rows": ((0, 300, 0, 300), EVEN),
+    "queries share counters": ((250, 40, 300, 140), EVEN),
+    "keys lack blocks": (
+        tuple(300 * b // MANY for b in range(MANY + 1)),
+        (*[0] * 31, 900, 0, *[900] * (MANY - 32)),
+    ),
+    "keys share rows": ((0, 100, 200, 300), (0, 900, 0, 900)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim"),
+    [(_backward_sm80.NAME, 64), (_backward_sm90.NAME, 64), (_backward_sm90.NAME, 256)],
+)
+@pytest.mark.parametrize(
+    ("bounds_q", "bounds_k"), BOUNDS_OF_GRADIENTS.values(), ids=BOUNDS_OF_GRADIENTS
+)
+def test_ordered_gradients_wait_for_nobody(
+    bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], kernel: str, dim: int
+) -> None:
+    """What a block would wait for may come out of order, or never."""
+    rng = np.random.default_rng(3)
+    q, dout = (rng.standard_normal((300, 2, dim)).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((900, 1, dim)).astype(np.float16) for _ in range(2))
+    count = len(bounds_q) - 1
+    own = {
+        "cu_seqlens_q": np.array(bounds_q),
+        "cu_seqlens_k": np.array(bounds_k),
+        "seqused_q": rng.integers(100, 1000, count),  # more than many have
+        "seqused_k": rng.integers(100, 2000, count),
+    }
+    out, lse = cupyflash.attention_varlen(q, k, v, return_lse=True, kernel="cpu", **own)
+    for seed in SEEDS[:2]:
+        with poisoned("cpu"), cupyflash.emulate(seed=seed):
+            found = cupyflash.attention_backward(
+                dout, q, k, v, out, lse, kernel=kernel, deterministic=True, **own
+            )
+        written = {"dq": bounds_q, "dk": bounds_k, "dv": bounds_k}
+        for name, bounds in written.items():
+            if list(bounds) == sorted(bounds):
+                assert np.isfinite(getattr(found, name)).all(), name

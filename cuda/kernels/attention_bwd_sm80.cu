@@ -128,6 +128,7 @@ struct Shared {
   KeyPlace place;
   Step steps[4];  // of the walk: the one that is computed, one before it and two after
   u32 block;
+  bool waits;  // for blocks of earlier keys; those two only if DETERMINISTIC
 };
 
 static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same size");
@@ -347,13 +348,13 @@ DEVICE void attend(SumK &dk, SumV &dv, const Params &p, Shared &shared, const Ke
 }
 
 // Waits until the blocks of earlier keys have added to the dQ of a tile; returns the number that says so.
-DEVICE u32 wait_for_earlier(const Params &p, const KeyPlace &place, const Step &step) {
+DEVICE u32 wait_for_earlier(const Params &p, const Shared &shared, const KeyPlace &place, const Step &step) {
   u32 tile = place.k_begin / BLOCK_K;
   if (tile > 0) {
     const Range range = queries_of(p, place, step.head, place.k_begin - BLOCK_K);
     if (step.q < range.begin || step.q >= range.end) tile = 0;  // none of them has queries in this tile
   }
-  if (threadIdx.x == 0) ptx::acquire_when(p.added + stat_row_of(p, place, step) / ADDED_ROWS, tile);
+  if (threadIdx.x == 0 && shared.waits) ptx::acquire_when(p.added + stat_row_of(p, place, step) / ADDED_ROWS, tile);
   ptx::barrier();  // thread 0 has seen it
   return tile;
 }
@@ -373,7 +374,7 @@ DEVICE void sum_dq(const Params &p, Shared &shared, const KeyPlace &place, const
     gemm<BLOCK_K>(
         dq, [&](Rows<T, SUM_Q> &rows, int k) { rows.load_transposed(ds, row, k, warp.lane); }, shared.in.k, 0, first,
         warp.lane);
-    if (Config::DETERMINISTIC && first == column) earlier = wait_for_earlier(p, place, step);
+    if (Config::DETERMINISTIC && first == column) earlier = wait_for_earlier(p, shared, place, step);
 #pragma unroll
     for (int m = 0; m < SUM_Q / 16; ++m) {
       if (step.q + row + 16 * m >= place.q.length) continue;
@@ -430,6 +431,11 @@ DEVICE u32 block_index(const Params &p, Shared &shared) {
 DEVICE bool find_place(const Params &p, Shared &shared) {
   const KeyPlace place = key_place_of<Sequences, BLOCK_K>(block_index(p, shared), p.sequences, p.batch, p.len_q,
                                                           p.len_k, p.heads_k, p.group);
+  if (Config::DETERMINISTIC && threadIdx.x < 32) {
+    // Where bounds fall, sequences may share counters or lack blocks of keys, and waits might not end.
+    const bool waits = !falls<Sequences>(p.sequences, p.batch, p.len_q, p.len_k);
+    if (threadIdx.x == 0) shared.waits = waits;
+  }
   if (threadIdx.x == 0) {
     shared.place = place;
     Step step{place.head * (p.heads_q / p.heads_k) - 1, 0, 0};

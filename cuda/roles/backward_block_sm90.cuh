@@ -38,8 +38,8 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
         loader.run();
       }
     } else if (warp <= CONSUMERS) {
-      // Where bounds fall, rows of sequences and their counters may overlap, and waits might not end.
-      const bool waits = DETERMINISTIC && !falls<Sequences>(p.sequences, p.batch, p.len_q);
+      // Where bounds fall, sequences may share counters or lack blocks of keys, and waits might not end.
+      const bool waits = DETERMINISTIC && !falls<Sequences>(p.sequences, p.batch, p.len_q, p.len_k);
       if (ptx::elect()) drain(p, shared, shared.place, warp - 1, waits);
     } else {
       clear_tails(shared);

@@ -69,12 +69,12 @@ struct Packed {
     return met;
   }
 
-  // Whether a bound of queries is below the one before, so that sequences may begin within or before others: one lane's
-  // share of the answer.
-  DEVICE static bool fall(const Params &p, int batch, int total_q, u32 lane) {
+  // Whether a bound is below the one before, so that sequences may begin within or before others: one lane's share of
+  // the answer.
+  DEVICE static bool fall(const Integers &cu, int batch, int total, u32 lane) {
     bool falls = false;
     for (int b = static_cast<int>(lane); b < batch; b += 32)
-      falls = falls || p.cu_q.clipped(b + 1, 0, total_q) < p.cu_q.clipped(b, 0, total_q);
+      falls = falls || cu.clipped(b + 1, 0, total) < cu.clipped(b, 0, total);
     return falls;
   }
 
@@ -94,11 +94,19 @@ struct Packed {
   }
 };
 
-// Whether bounds fall, and whether some packed sequence has a row from `begin` up to `end`: by a warp.
+// Whether bounds of queries fall, or those of queries or keys, and whether some packed sequence has a query from row
+// `begin` up to `end`: by a warp.
 template <class Sequences>
 DEVICE bool falls(const typename Sequences::Params &p, int batch, int total_q) {
-  if constexpr (Sequences::PACKED) return ptx::any(Sequences::fall(p, batch, total_q, ptx::lane()));
+  if constexpr (Sequences::PACKED) return ptx::any(Sequences::fall(p.cu_q, batch, total_q, ptx::lane()));
   return false;
+}
+template <class Sequences>
+DEVICE bool falls(const typename Sequences::Params &p, int batch, int total_q, int total_k) {
+  if constexpr (Sequences::PACKED) {
+    if (ptx::any(Sequences::fall(p.cu_k, batch, total_k, ptx::lane()))) return true;
+  }
+  return falls<Sequences>(p, batch, total_q);
 }
 template <class Sequences>
 DEVICE bool taken(const typename Sequences::Params &p, int batch, int total_q, i64 begin, i64 end) {
