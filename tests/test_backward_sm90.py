@@ -86,7 +86,11 @@ SINKS = (
     replace(VARLEN[1], modifiers=("sink",)),
     replace(VARLEN[3], modifiers=("sink_fp16",)),
 )
-CASES = CLASSES + DIMS + ONES + SCALES + MEMORY + VARLEN + SINKS
+PREFIXES = tuple(
+    Modified(140, 390, dim, dim, modifiers=("prefix",), batch=2, label="prefix", **SOME)
+    for dim in (64, 256)
+)
+CASES = CLASSES + DIMS + ONES + SCALES + MEMORY + VARLEN + SINKS + PREFIXES
 # More blocks of keys than the emulator has on the machine at a time, so that some wait for others;
 # several heads of keys, and several that share them.
 ORDERED = (
@@ -105,6 +109,7 @@ ORDERED = (
     Modified.varlen(((70, 100), (9, 0), (70, 190)), 256, 256, causal=True, **SOME),
     Modified(140, 390, 64, 64, "float16", modifiers=("sink", "used_q", "used_k"), batch=3, **SOME),
     Modified(140, 200, 256, 256, modifiers=("used_q", "used_k"), batch=3, causal=True, **SOME),
+    *PREFIXES,
 )
 
 

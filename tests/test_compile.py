@@ -299,13 +299,17 @@ HOPPER_BANDS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("names", [(), ("packed",), ("used",)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "dim", "options"),
+    ("dtype", "dim", "options", "names"),
     [
-        (dtype, dim, options)
+        (dtype, dim, options, names)
         for dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"))
         for options in HOPPER_BANDS[: 2 if dim == 64 else 3]  # see its page on windows
+        for names in ((), ("packed",), ("used",))
+    ]
+    + [
+        (dtype, dim, HOPPER_BANDS[0], ("prefix",))
+        for dtype, dim in (("float16", 128), ("bfloat16", 256))
     ],
     ids=str,
 )

@@ -240,8 +240,8 @@ struct HeadsWalk {
 };
 
 // The same from the last query block to the first, with all heads of the group at each: a block of keys that adds to dQ
-// after those of earlier keys reaches no query block before they do if all walk alike.
-static_assert(sizeof(Mask::Params) <= 16, "a band, which is the same for all heads");
+// after those of earlier keys reaches no query block before they do if all walk alike. Masks of intervals are the same
+// for all heads.
 struct OrderedWalk {
   Block block;
   int first_head, end_head;
