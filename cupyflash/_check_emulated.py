@@ -57,8 +57,12 @@ def run(kernels: list[Kernel], quick: bool, step: Callable[[str], None]) -> list
 
 
 def measure(case: Case, inputs: _check.Inputs, kernel: Kernel) -> dict[str, Any]:
-    """Compare one case with the oracle; return its fields of an `Outcome`, and what was moved."""
-    call, host, _ = _check.prepare(inputs, kernel, True)
+    """Compare one case with the oracle; return its fields of an `Outcome`, and what was moved.
+
+    Gradients are of the output and LSE of a forward kernel on the emulator, which is not counted.
+    """
+    with _emulator.session(SEED, ARCH):
+        call, host, _ = _check.prepare(inputs, kernel, True)
     with _emulator.session(SEED, ARCH) as session:
         fields = _check.judge(inputs, kernel, host(call()))
     stats = sum(session.stats.values(), _emulator.Stats())  # of all launches of a backward call

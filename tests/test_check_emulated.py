@@ -1,7 +1,9 @@
 """`cupyflash check --emulate`: what it counts, and that a faulty kernel fails it."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from emulated import needs_compiler
 from mutations import ARITHMETIC, MASKS, SYNCHRONISATION, Mutation
 from test_mutations import planted
 
-from cupyflash import _check, _check_emulated, _kernels
+from cupyflash import _check, _check_emulated, _emulator, _kernels
 from cupyflash._bench.case import Case
 from cupyflash._emulator import build
 from cupyflash.cli import main
@@ -87,6 +89,26 @@ def test_what_the_backward_kernels_moved_is_counted(kernel: str) -> None:
     assert double is None
     assert odd is None if not generic else odd["tiles_loaded"] is None, "it goes by plain loads"
     assert packed["tiles_loaded"] is None, "lengths decide them"
+
+
+@needs_compiler
+def test_gradients_are_of_what_a_forward_kernel_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = []
+
+    @contextlib.contextmanager
+    def session(*arguments: Any) -> Iterator[_emulator.Session]:
+        with begin(*arguments) as found:
+            sessions.append(found)
+            yield found
+
+    begin = _emulator.session
+    monkeypatch.setattr(_emulator, "session", session)
+    monkeypatch.setattr(_check, "_TABLE", SMALL[:1])
+    done = run("--json", kernel="attention_bwd_sm80")
+    assert done.exit_code == 0, done.output
+    before, counted = (list(one.stats) for one in sessions)
+    assert before == ["attention_fwd_sm90"]
+    assert counted == ["attention_bwd_delta", "attention_bwd_sm80", "attention_bwd_dq"]
 
 
 @needs_compiler
