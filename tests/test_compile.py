@@ -304,12 +304,12 @@ HOPPER_BANDS: tuple[dict[str, Any], ...] = (
     [
         (dtype, dim, options, names)
         for dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"))
-        for options in HOPPER_BANDS[: 2 if dim == 64 else 3]  # see its page on windows
+        for options in HOPPER_BANDS
         for names in ((), ("packed",), ("used",))
     ]
     + [
         (dtype, dim, HOPPER_BANDS[0], ("prefix",))
-        for dtype, dim in (("float16", 128), ("bfloat16", 256))
+        for dtype, dim in (("bfloat16", 64), ("float16", 128), ("bfloat16", 256))
     ],
     ids=str,
 )
