@@ -218,7 +218,7 @@ EXPORT int Packed_rows(const void *params, int batch, int len_q, i64 begin, i64 
   const auto &p = as<Packed::Params>(params);
   bool falls = false, met = false;
   for (u32 lane = 0; lane < 32; ++lane) {
-    falls = falls || Packed::fall(p, batch, len_q, lane);
+    falls = falls || Packed::fall(p.cu_q, batch, len_q, lane);
     met = met || Packed::meets(p, batch, len_q, begin, end, lane);
   }
   return falls + 2 * met;
