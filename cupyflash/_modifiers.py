@@ -65,6 +65,7 @@ SIZES = {
 # tanh(x) / x in powers of x^2, off by 5.5e-7 of it up to NEAR_END: a minimax fit.
 NEAR = (0.99999946, -0.33326317, 0.13190293, -0.04440222)
 NEAR_END = 0.5
+NEAR_SCORE = 128.0  # beyond it 5.5e-7 of a score would show beside one that is exact
 LOG2_E = math.log2(math.e)
 SMALLEST_NORMAL, LARGEST = 2.0**-126, 2.0**127  # of fp32
 # Where each type is defined, beyond the masks' own.
@@ -232,7 +233,7 @@ def softcap(cap: float, scale: float) -> bytes:
         series.append(coefficient * power)
         power *= square
     normal = all(SMALLEST_NORMAL <= abs(c) < LARGEST for c in series)
-    reach = NEAR_END**2 / square if normal else -1.0
+    reach = min(NEAR_END * cap, NEAR_SCORE) ** 2 / (scale * scale) if normal else -1.0
     return SOFTCAP.pack(cap, 2 / cap, *(series if normal else [0.0] * len(NEAR)), reach, 0.0)
 
 

@@ -102,6 +102,8 @@ ORDERED = (
         )
     ),
     Case(300, 410, 64, 64, heads_q=2, heads_k=1, causal=True, alignment="top_left"),
+    Case(256, 384, 64, 64, heads_q=2, heads_k=1, label="ordered"),
+    Case(128, 256, 128, 128, heads_q=1, heads_k=1, causal=True, label="ordered"),
     Case(300, 410, 64, 64, window_size=(0, 0), label="ordered"),
     Case(300, 410, 40, 64, "float16", window_size=(-1, 100), alignment="top_left"),
     Modified.varlen(((70, 290), (0, 30), (150, 400), (30, 0)), 64, 64, causal=True, tail=9, **SOME),

@@ -7,6 +7,7 @@ more.
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import MODIFIERS, Modified
@@ -140,6 +141,41 @@ def test_scores_that_outgrow_the_first_block_met() -> None:
     check(q, k, v, attn_bias=bias, causal=True, kernel=HOPPER, seeds=(2,))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_far_below_the_cap(dim: int) -> None:
+    """In blocks that are whole, and met first or later."""
+    q, k, v = inputs(1, 140, 1, dim, len_k=600)
+    check(q, k, v, softcap=30.0, kernel=HOPPER, seeds=(0,))
+    check(q, k, v, softcap=30.0, causal=True, kernel=HOPPER, seeds=(2,))
+
+
+@pytest.mark.parametrize(("cap", "score"), [(3000.0, 1000.0), (5000.0, 1500.0), (1e6, 8192.0)])
+def test_large_equal_scores_below_the_cap_have_equal_weights(cap: float, score: float) -> None:
+    """The first block met, which is masked for some, and the others."""
+    q, k = np.full((1, 64, 1, 64), 16, np.float16), np.full((1, 256, 1, 64), 8, np.float16)
+    v = np.ones_like(k)
+    v[:, :128] = -1
+    check(q, k, v, softcap=cap, softmax_scale=score / 8192, kernel=HOPPER, seeds=(0,))
+    check(q, k[:, :250], v[:, :250], softcap=cap, softmax_scale=score / 8192, kernel=HOPPER)
+
+
+@pytest.mark.parametrize("slope", [1e28, 1e36, 4e36])
+def test_slopes_near_the_end_of_fp32(slope: float) -> None:
+    q, k, v = inputs(1, 400, 1, 64, len_k=128)
+    slopes = np.array([slope], np.float32)
+    check(q, k, v, alibi_slopes=slopes, alignment="top_left", kernel=HOPPER, seeds=(0,))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("value", [1.0, 48.0, 240.0, 288.0, 320.0, 448.0])
+def test_equal_8_bit_scores_of_any_size_have_exact_weights(dim: int, value: float) -> None:
+    q = np.full((1, 3, 1, dim), value, ml_dtypes.float8_e4m3fn)
+    k = np.full((1, 300, 1, dim), value, ml_dtypes.float8_e4m3fn)
+    for keys in (1, 300):
+        out, _ = run(q, k[:, :keys], np.ones_like(k[:, :keys]), kernel=HOPPER)
+        assert (out == 1).all()
+
+
 def test_rows_that_a_bias_or_a_mask_empties() -> None:
     """A sink is all that they see; where it is -inf they are empty. The lowest bias hides none."""
     q, k, v = inputs(1, 140, 3, 64)
@@ -175,9 +211,12 @@ def test_a_sink_of_any_size() -> None:
 # 16 rows of Q at once, so that those beyond a sequence may decide on the last bits of its end.
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_lies_beyond_the_lengths_in_use_never_matters(poison: float) -> None:
-    q, k, v = inputs(3, 200, 1, 64)
+@pytest.mark.parametrize(
+    ("poison", "dtype"),
+    [(np.nan, np.float16), (np.inf, np.float16), (np.nan, ml_dtypes.float8_e4m3fn)],
+)
+def test_what_lies_beyond_the_lengths_in_use_never_matters(poison: float, dtype: Any) -> None:
+    q, k, v = inputs(3, 200, 1, 64, dtype=dtype)
     used_q, used_k = np.array([130, 0, 200]), np.array([190, 200, 65])
     options: dict[str, Any] = {"seqused_q": used_q, "seqused_k": used_k, "causal": True}
     clean = check(q, k, v, **options, kernel=HOPPER, seeds=(0, 2))
@@ -189,7 +228,7 @@ def test_what_lies_beyond_the_lengths_in_use_never_matters(poison: float) -> Non
         assert all(map(same_bits, run(q, k, v, **options, kernel=HOPPER, seed=seed), clean))
     for batch, n in enumerate(used_q):
         q[batch, n:] = poison
-    check(q, k, v, **options, kernel=HOPPER)
+    assert all(map(same_bits, check(q, k, v, **options, kernel=HOPPER, seeds=(0,)), clean))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

@@ -498,8 +498,8 @@ SERIES_ERROR = 5.6e-7 + (3 + 0.5 + 2) * U
 def test_a_quick_softcap(
     library: Policies, rng: np.random.Generator, cap: float, scale: float, unit: float
 ) -> None:
-    """Up to half of the cap it is the series, and one score beyond is noticed."""
-    end = cap / abs(scale) / 2
+    """Up to half of the cap and 128 it is the series, and one score beyond is noticed."""
+    end = min(cap / 2, 128) / abs(scale)
     scores = (rng.uniform(-0.999, 0.999, (16, 32)) * end).astype(np.float32)
     params = softcap_params(cap, scale)
     said, got = library.quick("Softcap", params, scores, (16, 32), scale=scale, unit=unit)
@@ -547,6 +547,13 @@ def test_a_quick_alibi(
             assert (abs(got - (product - fall)) <= bound).all()
             applied.append(bool((ahead >= 0).all()))
     assert set(applied) == {False, True}
+
+
+@pytest.mark.parametrize("slope", [1e29, -1e37, np.inf, np.nan])
+def test_an_alibi_whose_parts_may_overflow_is_never_quick(library: Policies, slope: float) -> None:
+    params = alibi_params(np.array([[slope]], np.float32), "top_left")
+    said, _ = library.quick("Alibi", params, np.zeros((16, 32)), (300, 400), (200, 0))
+    assert said == DOES_NOT_APPLY
 
 
 @pytest.mark.parametrize("unit", [NATURAL, BASE_2])

@@ -123,7 +123,7 @@ struct Consumer : Weigher {
   // When the product of the block before has ended: O as the weights now are.
   DEVICE void follow() {
     if constexpr (FP8) {
-      softmax.template weigh<EARLY, BLOCK_K>(s, c(), vast());
+      softmax.template weigh<EARLY, BLOCK_K>(s, c());
       softmax.join();
     }
     if constexpr (PROMOTED) {
@@ -158,19 +158,19 @@ struct Consumer : Weigher {
       ptx::wgmma_commit();
     }
     float inverse[2], lse[2];
-    softmax.finish(c(), vast(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
+    softmax.finish(c(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
     rescale(p.dropout, inverse);
     softmax.reset();
     if (begins) {
-      if constexpr (FP8) scale = here.scale, softmax.reset(vast());
+      if constexpr (FP8) scale = here.scale;
       quickly = true;
       modify_all(modifiers.score, here, row, slot, key);
       release_k();
       if (!STAGED && only) release_q(slot);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {
-        softmax.raise(s, c(), vast());
-        softmax.template weigh<0, BLOCK_K>(s, c(), vast());
+        softmax.raise(s, c());
+        softmax.template weigh<0, BLOCK_K>(s, c());
         softmax.join();
       } else {
         softmax.meet(s, c());
@@ -201,8 +201,8 @@ struct Consumer : Weigher {
       modify_all(modifier, here, row, slot, key);
       if constexpr (MASKED) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {  // whose weights have no room for a guess
-        softmax.raise(s, c(), vast());
-        softmax.template weigh<0, EARLY>(s, c(), vast());
+        softmax.raise(s, c());
+        softmax.template weigh<0, EARLY>(s, c());
         if constexpr (!PROMOTED) softmax.vote();
       } else {
         softmax.meet(s, c());

@@ -84,11 +84,6 @@ struct Weigher {
   DEVICE float factor() const { return FP8 ? scale : p.scale; }
   DEVICE bool apart() const { return !(factor() >= SMALLEST_NORMAL); }
   DEVICE float c() const { return !Score::IDENTITY ? LOG2_E : apart() ? 1.0f : factor(); }
-  // 8 bits: whether scores of the tile may be beyond what the softmax takes c S of.
-  DEVICE bool vast() const {
-    constexpr float GREATEST_SCORE = GREATEST<T> * GREATEST<T> * HEAD_DIM;
-    return !FP8 || !Score::IDENTITY || !(fabsf(factor()) * GREATEST_SCORE <= LazySoftmax<T>::VAST);
-  }
   // Tiles of few keys are those of several modifiers, which leave less registers to what is loaded.
   static constexpr int MODIFIED = FP8 || BLOCK_K % 128 || Score::LOADED > 2 ? COLUMNS : Score::LOADED == 2 ? 32 : 64;
   DEVICE void modify(const Score modifier, const Tile &at, int row, int key) {

@@ -34,6 +34,7 @@ struct Alibi {
   // On one side of the diagonal distances are differences.
   template <int>
   struct Quick {
+    static constexpr float LARGEST_SLOPE = 1e28f;  // times any distance it is finite
     float factor, slope;
     int first;  // distance from the thread's first score
     bool aside;
@@ -41,7 +42,7 @@ struct Alibi {
     DEVICE Quick(const Alibi &alibi, const Params &, const BlockOfScores &block)
         : factor(block.factor), first(block.q + alibi.diagonal - block.k) {
       const bool before = block.row + alibi.diagonal >= block.key_end - 1;
-      aside = before || block.row_end - 1 + alibi.diagonal <= block.key;
+      aside = (before || block.row_end - 1 + alibi.diagonal <= block.key) && fabsf(alibi.slope) <= LARGEST_SLOPE;
       slope = (before ? block.unit : -block.unit) * alibi.slope;
     }
     DEVICE bool applies() const { return aside; }

@@ -19,14 +19,6 @@ struct Float8E5m2 {
   DEVICE static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_m16n8k32_e5m2(d, a, b0, b1); }
 };
 
-// The greatest number of a type.
-template <class T>
-constexpr float GREATEST = INFINITE;
-template <>
-constexpr float GREATEST<Float8E4m3> = 448.0f;
-template <>
-constexpr float GREATEST<Float8E5m2> = 57344.0f;
-
 // V^T as slices of 32 keys, the K of one product: a row is 32 bytes, and chunk c of 16 bytes of row r lies at chunk
 // c ^ r / 4 % 2 (PTX ISA, "Swizzling modes").
 template <int DV, int KEYS>

@@ -31,9 +31,10 @@ struct LazySoftmax {
   bool moved;        // some shrink of the warp is not 1: O has to be multiplied by it
   bool settled;      // every row of the warp has a reference that guesses may use
   float part[2];     // 8 bits: sums of this block's weights, as far as they are taken
+  bool apart;        // 8 bits: of this block S - m is taken first
 
-  DEVICE void reset(bool vast = true) {
-    m[0] = m[1] = vast ? -INFINITE : INFINITE;
+  DEVICE void reset() {
+    m[0] = m[1] = -INFINITE;
     l[0] = l[1] = 0.0f;
   }
 
@@ -89,49 +90,38 @@ struct LazySoftmax {
     return true;
   }
 
-  // For weights of 8 bits a block is met in parts: `raise`, `weigh` for all columns, `join`. This moves the reference
-  // to the maximum. Where c S stays below VAST the reference is what c S is added to, and m is that: its rounding
-  // counts for all weights alike, and raises none beyond 448. In a `vast` tile S - m is taken first, exact for equal
-  // scores.
-  static constexpr float VAST = 8388608.0f;
+  // For weights of 8 bits a block is met in parts: `raise`, `weigh` for all columns, `join`. This moves m to the
+  // maximum. The exponent is one multiply-add while m is small: its rounding would else show in the largest weights,
+  // which are exact, and their sum. Where it is not, S - m is taken first.
   template <int N>
-  DEVICE void raise(Accumulator<N> &s, float c, bool vast) {
+  DEVICE void raise(Accumulator<N> &s, float c) {
     float top[2][2];  // in two chains, as sums are
     s.each([&](float &score, int r, int column) {
       float &chain = top[r][column / 8 % 2];
       chain = column < 16 && column % 2 == 0 ? score : fmaxf(chain, score);
     });
-    float most[2];
+    bool small = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      most[r] = fmaxf(top[r][0], top[r][1]);
-      most[r] = fmaxf(most[r], ptx::shfl_xor(most[r], 1));
-      most[r] = fmaxf(most[r], ptx::shfl_xor(most[r], 2));
+      float most = fmaxf(top[r][0], top[r][1]);
+      most = fmaxf(most, ptx::shfl_xor(most, 1));
+      most = fmaxf(most, ptx::shfl_xor(most, 2));
+      const float before = m[r];
+      m[r] = fmaxf(fmaxf(before, most), -LARGEST);  // -inf minus -inf would be NaN
+      shrink[r] = ptx::ex2((before - m[r]) * c);
       part[r] = 0.0f;
+      small = small && fabsf(m[r] * c) <= FUSED_LIMIT;
     }
-    if (vast) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float before = m[r];
-        m[r] = fmaxf(fmaxf(before, most[r]), -LARGEST);  // -inf minus -inf would be NaN
-        shrink[r] = ptx::ex2((before - m[r]) * c);
-      }
-      s.each([&](float &score, int r, int) { score -= m[r]; });
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float before = m[r];
-        m[r] = fminf(fminf(before, ptx::fma(-most[r], c, OFFSET<T>)), LARGEST);
-        shrink[r] = ptx::ex2(m[r] - before);
-      }
-    }
+    apart = ptx::any(!small);
+    if (apart) s.each([&](float &score, int r, int) { score -= m[r]; });
   }
 
-  // P in columns [FIRST, END).
+  // P = 2^(c (S - m)) in columns [FIRST, END).
   template <int FIRST, int END, int N>
-  DEVICE void weigh(Accumulator<N> &s, float c, bool vast) {
-    const float lift[2] = {vast ? OFFSET<T> : m[0], vast ? OFFSET<T> : m[1]};
-    float chain[2][2] = {};
+  DEVICE void weigh(Accumulator<N> &s, float c) {
+    float lift[2], chain[2][2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) lift[r] = apart ? OFFSET<T> : ptx::fma(-m[r], c, OFFSET<T>);
     s.each(
         [&](float &score, int r, int column) {
           score = ptx::ex2(ptx::fma(score, c, lift[r]));
@@ -152,14 +142,13 @@ struct LazySoftmax {
   // What O is to be multiplied by, 1 / l, or 0 for a row without keys, and the natural-log LSE, -inf for it. A sink
   // joins l and the LSE.
   template <class Sink>
-  DEVICE void finish(float c, bool vast, const Sink &sink, float (&inverse)[2], float (&lse)[2]) {
+  DEVICE void finish(float c, const Sink &sink, float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       l[r] += ptx::shfl_xor(l[r], 1);
       l[r] += ptx::shfl_xor(l[r], 2);
       inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
       lse[r] = l[r] == 0.0f ? -INFINITE : m[r] * LN_2 * c + LN_2 * (ptx::lg2(l[r]) - OFFSET<T>);
-      if (!vast && l[r] != 0.0f) lse[r] = LN_2 * (ptx::lg2(l[r]) - m[r]);
       if constexpr (Sink::PRESENT) sink.join(inverse[r], lse[r]);
     }
   }
