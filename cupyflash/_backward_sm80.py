@@ -7,7 +7,7 @@ from ._array import ITEMSIZES
 from ._backward_delta import natural, stat_heads, stat_rows
 from ._backward_shared import Scratch, key_tiles, without_sink
 from ._forward import MAX_HEAD_DIM, refuse_dtype, refuse_lengths
-from ._launch import LOG2_E, Launch, Steps
+from ._launch import Launch, Steps
 from ._problem import Operands, Problem
 from ._problem_backward import Backward
 from ._tuning import heads_per_group
@@ -116,7 +116,7 @@ def _launch(
         problem.head_dim_v,
         stat_rows(problem),
         _group(problem),
-        problem.scale * (1.0 if chosen.natural else LOG2_E),
+        problem.scale * (1.0 if chosen.natural else _modifiers.LOG2_E),
         problem.scale,
     )
     places = tuple((name, 8 * i) for i, name in enumerate(ARRAYS))

@@ -11,8 +11,8 @@ from . import _backward_delta, _backward_dsink, _unit
 from ._backward_delta import STAT_ROWS, stat_heads, stat_rows
 from ._backward_shared import Scratch, key_tiles, without_sink
 from ._forward import refuse_dtype, refuse_lengths
-from ._launch import LOG2_E, Launch, Steps
-from ._modifiers import SIZES, pack, pack_sequences, places, policies
+from ._launch import Launch, Steps
+from ._modifiers import LOG2_E, SIZES, pack, pack_sequences, places, policies
 from ._problem import Operands, Problem
 from ._problem_backward import Backward
 from ._sm90 import padded, refuse_dims, refuse_strides, tensor_maps

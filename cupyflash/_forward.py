@@ -1,10 +1,8 @@
 """What the forward kernels of a GPU have in common: limits that they state in words, and sizes."""
 
-import numpy as np
-
 from . import _tuning
 from ._array import ITEMSIZES
-from ._launch import LOG2_E
+from ._modifiers import LOG2_E, SMALLEST_NORMAL
 from ._problem import Problem
 
 __all__ = [
@@ -18,7 +16,6 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**29  # sums of two positions, with a tile's padding, stay in 32 bits
-SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 def refuse_dtype(problem: Problem, dtypes: tuple[str, ...]) -> str | None:

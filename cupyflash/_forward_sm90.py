@@ -10,8 +10,8 @@ from ._forward import (
     refuse_lengths,
     tiles,
 )
-from ._launch import LOG2_E, MAPS_BYTES, OUTPUTS, Launch
-from ._modifiers import pack, places, policies
+from ._launch import MAPS_BYTES, OUTPUTS, Launch
+from ._modifiers import LOG2_E, pack, places, policies
 from ._problem import Operands, Problem
 from ._sm90 import padded, refuse_dims, refuse_strides, tensor_maps
 from ._tensor_map import TensorMap

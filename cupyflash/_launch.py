@@ -5,7 +5,6 @@ process and device; what it returns takes other parameters on a later call. Anyt
 `Launch` may stand in for the GPU: `EMULATOR` does for arrays in host memory, where there is one.
 """
 
-import math
 import struct
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -44,7 +43,6 @@ FORWARD_BYTES = POINTERS.size + FORWARD.size  # before those of the policies
 MAPS_BYTES = 4 * BYTES
 OUTPUTS = struct.Struct("<3Q")
 TICKETS_OFFSET = MAPS_BYTES + 16
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -274,7 +272,7 @@ def pack_forward(problem: Problem, operands: Operands, lse: int, group: int) -> 
             problem.head_dim,
             problem.head_dim_v,
             group,
-            problem.scale * LOG2_E,
+            problem.scale * _modifiers.LOG2_E,
             problem.scale,
         )
         + _modifiers.pack(problem, operands)

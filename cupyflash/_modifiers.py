@@ -18,7 +18,9 @@ from .masks import Band, Mask, PrefixLM, Segments
 __all__ = [
     "ELEMENTS",
     "HEADERS",
+    "LOG2_E",
     "SIZES",
+    "SMALLEST_NORMAL",
     "Policies",
     "pack",
     "pack_sequences",

@@ -205,9 +205,8 @@ def forward_sm90(
         heavy |= not alone if dims == (128, 128) else not light
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
     tiles = (short and table.get((*dims, True))) or table[dims]
-    if "Softcap" in policies.score and tiles is HALF.get(
-        (128, 128)
-    ):  # S 8192, full: 566 (500 without)
+    # S 8192, full: 566 TFLOP/s (500 without turns).
+    if "Softcap" in policies.score and tiles is HALF.get((128, 128)):
         tiles = dataclasses.replace(tiles, turns=True)
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
         tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
