@@ -168,6 +168,10 @@ def modified_gate() -> list[Any]:
     hopper += [(90, "bfloat16", 256, (name, "packed")) for name in ("bias", "mask", "dropout")]
     hopper += [(90, "float8_e4m3fn", head_dim, dense) for head_dim in (64, 128, 256)]
     hopper += [(90, "float8_e4m3fn", 128, (name,)) for name in dense]
+    alone = ("packed", "used", "sink", "softcap", "bias")
+    hopper += [(90, "float8_e4m3fn", 64, (name,)) for name in alone]
+    quick = itertools.product(("softcap", "alibi"), (64, 128, 256))
+    hopper += [(90, "bfloat16", head_dim, (name, "packed")) for name, head_dim in quick]
     return [
         pytest.param(row, *call, id="-".join(map(str, (row.name, *call[:3], "+".join(call[3])))))
         for row, several in ((FORWARD_SM80, calls), (FORWARD_SM90, hopper))
