@@ -195,6 +195,7 @@ struct Consumer : Weigher {
   template <bool MASKED>
   DEVICE void step(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool final) {
     const Score &modifier = modifiers.score;
+    bool dropped = false;
     issue_both(slot);
     if constexpr (FP8 || MASKED) {
       ptx::wgmma_wait<1>();
@@ -207,7 +208,6 @@ struct Consumer : Weigher {
       } else {
         softmax.meet(s, c());
       }
-      drop(modifiers.dropout, here, row, key);
     } else {
       Quick quick = foresee(modifier, row, key);
       Draws draws;
@@ -215,12 +215,9 @@ struct Consumer : Weigher {
       ptx::wgmma_wait<1>();
       const bool guessed = guess(quick, modifier, here, row, slot, key);
       if (!guessed) softmax.meet(s, c());
-      if (DRAWN && guessed) {
-        drop_all(modifiers.dropout, draws);
-      } else {
-        drop(modifiers.dropout, here, row, key);
-      }
+      if (DRAWN && guessed) drop_all(modifiers.dropout, draws), dropped = true;
     }
+    if (!dropped) drop(modifiers.dropout, here, row, key);
     release_k(FP8 ? softmax.part[0] + softmax.part[1] : 0.0f);
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();
