@@ -24,5 +24,6 @@ DEVICE float float_of_f16(u16 x) {
 
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+DEVICE int integer(float x) { return __float_as_int(x); }
 
 }  // namespace ptx

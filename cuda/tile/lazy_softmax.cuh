@@ -32,10 +32,12 @@ struct LazySoftmax {
   bool settled;      // every row of the warp has a reference that guesses may use
   float part[2];     // 8 bits: sums of this block's weights, as far as they are taken
   bool apart;        // 8 bits: of this block S - m is taken first
+  bool positive;     // 8 bits: no m of the warp is negative
 
   DEVICE void reset() {
     m[0] = m[1] = -INFINITE;
     l[0] = l[1] = 0.0f;
+    positive = false;
   }
 
   // S becomes P = 2^(c (S - m)), with m moved to the maximum.
@@ -95,16 +97,30 @@ struct LazySoftmax {
   // which are exact, and their sum. Where it is not, S - m is taken first.
   template <int N>
   DEVICE void raise(Accumulator<N> &s, float c) {
-    float top[2][2];  // in two chains, as sums are
-    s.each([&](float &score, int r, int column) {
-      float &chain = top[r][column / 8 % 2];
-      chain = column < 16 && column % 2 == 0 ? score : fmaxf(chain, score);
-    });
+    float top[2];
+    if (positive) {
+      // Of numbers that are not all negative the greatest has the greatest bits, read as an integer, and the greatest
+      // of three integers is one instruction.
+      int chain[2][2] = {{ptx::integer(m[0]), ptx::integer(m[0])}, {ptx::integer(m[1]), ptx::integer(m[1])}};
+      s.each_pair([&](float &even, float &odd, int r, int column) {
+        int &most = chain[r][column / 8 % 2];
+        most = max(max(most, ptx::integer(even)), ptx::integer(odd));
+      });
+#pragma unroll
+      for (int r = 0; r < 2; ++r) top[r] = ptx::bits_float(max(chain[r][0], chain[r][1]));
+    } else {
+      float chain[2][2];  // in two chains, as sums are
+      s.each([&](float &score, int r, int column) {
+        float &most = chain[r][column / 8 % 2];
+        most = column < 16 && column % 2 == 0 ? score : fmaxf(most, score);
+      });
+#pragma unroll
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(chain[r][0], chain[r][1]);
+    }
     bool small = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(top[r][0], top[r][1]);
-      most = fmaxf(most, ptx::shfl_xor(most, 1));
+      float most = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
       most = fmaxf(most, ptx::shfl_xor(most, 2));
       const float before = m[r];
       m[r] = fmaxf(fmaxf(before, most), -LARGEST);  // -inf minus -inf would be NaN
@@ -113,6 +129,7 @@ struct LazySoftmax {
       small = small && fabsf(m[r] * c) <= FUSED_LIMIT;
     }
     apart = ptx::any(!small);
+    positive = !ptx::any(m[0] < 0.0f || m[1] < 0.0f);
     if (apart) s.each([&](float &score, int r, int) { score -= m[r]; });
   }
 
