@@ -83,6 +83,10 @@ PROBLEMS = {
     ),
     "fp8, rows without keys": case(300, 200, 64, "float8_e4m3fn", causal=True),
     "fp8, large scores": case(70, 300, 64, "float8_e4m3fn", softmax_scale=1e9),
+    "fp8, scores below 0": case(
+        200, 200, 64, "float8_e4m3fn", softmax_scale=50.0, window_size=(3, 0)
+    ),
+    "fp8, turns": case(270, 300, 128, "float8_e4m3fn"),
 }
 # Of the problems that are too small for the tile table's to show a fault.
 TILES = {
@@ -251,6 +255,11 @@ SYNCHRONISATION = (
     Mutation("the last turn is left to nobody", CONSUMER,
         "    if (group == 0) await_turn();  // the last one", "    // the last one", "turns",
         "the block exits, and 128 of 256 threads have come to named barrier 1"),
+    Mutation("fp8: a group that has weighed does not hand over", CONSUMER,
+        "    if constexpr (FP8) hand_over();", "", "fp8, turns", DEADLOCK),
+    Mutation("fp8: a group weighs when it is not its turn", CONSUMER,
+        "have no room for a guess\n        await_turn();", "have no room for a guess",
+        "fp8, turns", "named barrier"),
     Mutation("more registers are taken than there are", KERNEL,
         "PRODUCER = 32, CONSUMER = 160", "PRODUCER = 32, CONSUMER = 168", "causal", "registers"),
     Mutation("one warp gives its registers away", KERNEL,
@@ -359,6 +368,9 @@ ARITHMETIC = (
         "      l[r] *= shrink[r];\n      fused", "      fused", "causal", WRONG),
     Mutation("guessed weights may overflow", SOFTMAX,
         "LIMIT<Float16> = 8192.0f", "LIMIT<Float16> = 1e30f", "scores that grow", WRONG),
+    Mutation("fp8: scores are compared as integers though m is negative", SOFTMAX,
+        "    positive = !ptx::any((ptx::integer(m[0]) | ptx::integer(m[1])) < 0);",
+        "    positive = true;", "fp8, scores below 0", WRONG),
     Mutation("the weights of a wrong guess are taken for scores", SCORES,
         "      rescore(slot);\n    }\n    if (QUICK", "    }\n    if (QUICK",
         "scores that grow", WRONG),

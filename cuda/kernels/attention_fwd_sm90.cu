@@ -6,7 +6,7 @@
 // block's with the first block of its next tile.
 //
 // Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES,
-// Q_BUFFERS, TURNS (consumers issue their products in turn), LANDINGS, PROMOTED, PARAMS_BYTES, SMEM_BYTES.
+// Q_BUFFERS, TURNS (consumers issue their products in turn, or weigh), LANDINGS, PROMOTED, PARAMS_BYTES, SMEM_BYTES.
 #include "ptx/group.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"

@@ -38,8 +38,9 @@ struct Consumer : Weigher {
     v.advance();
   }
 
-  // Each key block is issued by the groups in turn, so that one weighs while the other multiplies. A turn is a barrier
-  // of the group whose turn it is and of the one before, which arrives.
+  // Each key block is issued by the groups in turn, so that one weighs while the other multiplies; 8 bits, which take
+  // longer to weigh than to multiply, are weighed in turn. A turn is a barrier of the group whose turn it is and of the
+  // one before, which arrives.
   DEVICE void await_turn() const {
     if constexpr (Config::TURNS) ptx::named_barrier_sync(FIRST_TURN + group, 256);
   }
@@ -108,17 +109,18 @@ struct Consumer : Weigher {
 
   // Issues both, each in a group of its own, as this group's turn.
   DEVICE void issue_both(u32 slot) {
-    await_turn();
+    if constexpr (!FP8) await_turn();
     issue_qk(slot);
     ptx::wgmma_commit();
     issue_pv();
     ptx::wgmma_commit();
-    hand_over();
+    if constexpr (!FP8) hand_over();
   }
 
   // Of 8 bits: columns whose weights are taken while the product of the block before goes on. The others' fill the time
-  // in which O is made ready; those that may be dropped are all taken at once.
-  static constexpr int EARLY = Dropout::DROPS ? BLOCK_K : BLOCK_K * 3 / 4 / 16 * 16;
+  // in which O is made ready; those that may be dropped are all taken at once. In turns that product has ended before.
+  static constexpr bool AT_ONCE = Score::IDENTITY && !Dropout::DROPS;  // else ptxas serialises the products
+  static constexpr int EARLY = Dropout::DROPS ? BLOCK_K : Config::TURNS ? 0 : BLOCK_K * 3 / 4 / 16 * 16;
 
   // When the product of the block before has ended: O as the weights now are.
   DEVICE void follow() {
@@ -148,10 +150,10 @@ struct Consumer : Weigher {
       issue_both(slot);
       ptx::wgmma_wait<1>();
     } else if (begins) {
-      await_turn();
+      if constexpr (!FP8) await_turn();
       issue_qk(slot);
       ptx::wgmma_commit();
-      hand_over();
+      if constexpr (!FP8) hand_over();
       ptx::wgmma_wait<0>();
     } else {
       issue_pv();
@@ -169,9 +171,11 @@ struct Consumer : Weigher {
       if (!STAGED && only) release_q(slot);
       if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {
-        softmax.raise(s, c());
+        await_turn();
+        softmax.template raise<AT_ONCE>(s, c());
         softmax.template weigh<0, BLOCK_K>(s, c());
         softmax.join();
+        hand_over();
       } else {
         softmax.meet(s, c());
       }
@@ -202,7 +206,8 @@ struct Consumer : Weigher {
       modify_all(modifier, here, row, slot, key);
       if constexpr (MASKED) hide(here, modifiers.mask, row, key);
       if constexpr (FP8) {  // whose weights have no room for a guess
-        softmax.raise(s, c());
+        await_turn();
+        softmax.template raise<AT_ONCE>(s, c());
         softmax.template weigh<0, EARLY>(s, c());
         if constexpr (!PROMOTED) softmax.vote();
       } else {
@@ -224,6 +229,7 @@ struct Consumer : Weigher {
     release_v();
     follow();
     weights.pack(s);
+    if constexpr (FP8) hand_over();
   }
 
   // Normalises and writes this warp's rows of O, and of LSE.

@@ -94,14 +94,14 @@ struct LazySoftmax {
 
   // For weights of 8 bits a block is met in parts: `raise`, `weigh` for all columns, `join`. This moves m to the
   // maximum. The exponent is one multiply-add while m is small: its rounding would else show in the largest weights,
-  // which are exact, and their sum. Where it is not, S - m is taken first.
-  template <int N>
+  // which are exact, and their sum. Where it is not, S - m is taken first. AT_ONCE: scores may be compared as integers.
+  template <bool AT_ONCE, int N>
   DEVICE void raise(Accumulator<N> &s, float c) {
     float top[2];
-    if (positive) {
-      // Of numbers that are not all negative the greatest has the greatest bits, read as an integer, and the greatest
-      // of three integers is one instruction.
-      int chain[2][2] = {{ptx::integer(m[0]), ptx::integer(m[0])}, {ptx::integer(m[1]), ptx::integer(m[1])}};
+    if (AT_ONCE && positive) {
+      // Of 0 and other numbers the greatest has the greatest bits, read as an integer, and the greatest of three
+      // integers is one instruction.
+      int chain[2][2] = {};
       s.each_pair([&](float &even, float &odd, int r, int column) {
         int &most = chain[r][column / 8 % 2];
         most = max(max(most, ptx::integer(even)), ptx::integer(odd));
@@ -129,7 +129,7 @@ struct LazySoftmax {
       small = small && fabsf(m[r] * c) <= FUSED_LIMIT;
     }
     apart = ptx::any(!small);
-    positive = !ptx::any(m[0] < 0.0f || m[1] < 0.0f);
+    positive = !ptx::any((ptx::integer(m[0]) | ptx::integer(m[1])) < 0);
     if (apart) s.each([&](float &score, int r, int) { score -= m[r]; });
   }
 

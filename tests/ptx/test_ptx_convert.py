@@ -70,11 +70,12 @@ PERMUTE = Kernel(
 
 BITS = Kernel(
     "convert",
-    "const float *x; u32 *bits; float *back; u32 count;",
+    "const float *x; u32 *bits; float *back; int *integers; u32 count;",
     """
   for (u32 i = threadIdx.x; i < p.count; i += blockDim.x) {
     p.bits[i] = ptx::float_bits(p.x[i]);
     p.back[i] = ptx::bits_float(p.bits[i]);
+    p.integers[i] = ptx::integer(p.x[i]);
   }
 """,
     threads=256,
@@ -147,7 +148,8 @@ def test_a_selector_names_bytes_of_two_words(machine: Machine) -> None:
 
 def test_a_number_and_its_bits_are_the_same(machine: Machine, rng: np.random.Generator) -> None:
     x = rng.integers(0, 2**32, 2000, np.uint32)
-    outs = Out.empty(x.shape, np.uint32), Out.empty(x.shape, np.float32)
-    bits, back = machine.run(BITS, x.view(np.float32), *outs, np.uint32(x.size))
+    outs = [Out.empty(x.shape, dtype) for dtype in (np.uint32, np.float32, np.int32)]
+    bits, back, integers = machine.run(BITS, x.view(np.float32), *outs, np.uint32(x.size))
     np.testing.assert_array_equal(bits, x)
+    np.testing.assert_array_equal(integers, x.view(np.int32))
     np.testing.assert_array_equal(back.view(np.uint32), x)

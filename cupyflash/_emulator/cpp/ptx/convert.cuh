@@ -18,5 +18,6 @@ DEVICE float float_of_f16(u16 x, emu::Loc = emu::Loc::here()) { return emu::from
 
 DEVICE u32 float_bits(float x, emu::Loc = emu::Loc::here()) { return emu::bits_of(x); }
 DEVICE float bits_float(u32 x, emu::Loc = emu::Loc::here()) { return emu::float_of(x); }
+DEVICE int integer(float x, emu::Loc = emu::Loc::here()) { return static_cast<int>(emu::bits_of(x)); }
 
 }  // namespace ptx
