@@ -21,13 +21,13 @@ class Scratch:
     size: int
 
     @classmethod
-    def of(cls, problem: Problem, columns: int) -> "Scratch":
-        """Lay out the scratch of a problem whose sums of dQ have so many columns."""
+    def of(cls, problem: Problem, columns: int, *, counted: bool) -> "Scratch":
+        """Lay out the scratch of a problem whose sums of dQ have so many columns, and counters."""
         rows = stat_heads(problem) * stat_rows(problem)
         delta = _aligned(4 * rows)
         dq = 2 * delta
         added = dq + _aligned(4 * rows * columns)
-        if not problem.deterministic:
+        if not counted:
             return cls(0, delta, dq, None, added)
         return cls(0, delta, dq, added, added + _aligned(4 * (rows // ADDED_ROWS + 1)))
 

@@ -61,7 +61,7 @@ def config(problem: Problem) -> BackwardSm80:
 def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     """Return the launches of a problem."""
     chosen = config(problem)
-    scratch = Scratch.of(problem, chosen.head_dim)
+    scratch = Scratch.of(problem, chosen.head_dim, counted=problem.deterministic)
     delta = _backward_delta.launch(
         problem,
         operands,

@@ -1,7 +1,7 @@
 // What the backward pass needs to know of each row of O, before the kernels that compute gradients:
 // delta = rowsum(O * dO) - dLSE, so that dS = P * (dP - delta), and the LSE in the units of tile/stat_rows.cuh, of
 // which P is made. Rows that see no key or are not in use have an LSE of +inf, which makes P = 0, and delta = 0. The
-// accumulator of dQ and the counters of what was added to it become zeros.
+// accumulator of dQ, where it is not stored to first, and the counters of what was added to it become zeros.
 //
 // One block makes 128 rows of one head, LANES lanes a row. Rows are those of tile/stat_rows.cuh.
 //

@@ -1,6 +1,6 @@
 // dQ from the accumulator that attention_bwd_sm90 leaves: times the scale, in its dtype, in its place. The accumulator
 // is in the order of fragments: 64 x 64 numbers of a block of queries lie as [chunk of 8 columns][thread][4], as the
-// threads of a warpgroup hold them.
+// threads of a warpgroup hold them. Where counters say that nothing was added, there is nothing to read, and dQ is 0.
 //
 // One block makes 128 rows of one head.
 //
@@ -20,6 +20,7 @@ constexpr int PARTS = BLOCK_Q * HEAD_DIM / (64 * 64);  // of 64 columns, or rows
 
 struct Params {
   const float *accumulated;       // [heads, rows, HEAD_DIM]: see tile/stat_rows.cuh
+  const u32 *added;               // [heads, rows / ADDED_ROWS]: one for each part of a query block; may be null
   Element *dq;                    // [batch, len_q, heads_q, head_dim]
   i64 dq_batch, dq_row, dq_head;  // strides in elements; the last dimension's is 1
   int batch, len_q, heads_q, head_dim;
@@ -41,10 +42,11 @@ DEVICE void convert(const Params &p, const StatBlock &at, Element *head, int fir
   const int column = chunk * 8 + (HEAD_DIM == 64 ? 0 : part * 64);
   const auto *quad = reinterpret_cast<const Four *>(p.accumulated + (at.stat_row + first) * HEAD_DIM + part * 4096) +
                      (chunk * 32 + warp * 8 + eighth) * 4;
+  const bool some = !p.added || p.added[(at.stat_row + first) / ADDED_ROWS + part] != 0;
   Chunk halves[2];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const Four four = quad[i];
+    const Four four = some ? quad[i] : Four{};
     halves[0].word[i] = T::pair(four.x[0] * p.scale, four.x[1] * p.scale);
     halves[1].word[i] = T::pair(four.x[2] * p.scale, four.x[3] * p.scale);
   }

@@ -49,6 +49,3 @@ struct Band {
     return static_cast<int>(raised > len_k ? len_k : raised);
   }
 };
-
-template <>
-constexpr bool TWO_BOUNDS<Band<true, true>> = true;

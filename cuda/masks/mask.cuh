@@ -18,7 +18,3 @@ concept MaskPolicy = requires(const Mask &mask, int i) {
   bool(mask.keep(i, i));         // keep(q, k): this pair is kept
   bool(Mask::INTERVALS);         // a query sees every key of keys(q, q + 1): no pair needs to be asked about
 };
-
-// Whether it takes two numbers to say which keys a query sees.
-template <class Mask>
-constexpr bool TWO_BOUNDS = false;

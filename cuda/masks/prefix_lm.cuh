@@ -35,6 +35,3 @@ struct PrefixLM {
   DEVICE bool whole(int q, int, int, int k_end) const { return keep(q, k_end - 1); }
   DEVICE bool keep(int q, int k) const { return (k < prefix) | (k <= q + diagonal); }
 };
-
-template <>
-constexpr bool TWO_BOUNDS<PrefixLM> = true;

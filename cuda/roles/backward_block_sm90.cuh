@@ -46,10 +46,10 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
     }
   } else {
     ptx::registers_increase<240>();
-    // Read anew where dQ has an order or the mask two bounds: ptxas keeps the other one in a uniform register there,
-    // and spills at head dim 64.
+    // Read anew where dQ has an order and at head dim 64: ptxas keeps the other one in a uniform register there, and
+    // spills.
     const int own = static_cast<int>(ptx::opaque(threadIdx.x) / 32 % 4);
-    Consumer(p, shared, group, DETERMINISTIC || (HEAD_DIM == 64 && TWO_BOUNDS<Mask>) ? own : warp).run();
+    Consumer(p, shared, group, DETERMINISTIC || HEAD_DIM == 64 ? own : warp).run();
   }
 }
 

@@ -106,31 +106,53 @@ DEVICE void clear_tails(S &shared) {
   }
 }
 
-// When a consumer's part of dQ may be added: at any time, or in the order of the keys. Then it has a counter for each
-// query block, which is 0 at first, and i + 1 when the i-th block of keys of the sequence has added.
+// When a consumer's part of dQ may be added, at any time or in the order of the keys, and whether it is the first: that
+// one is stored, so that nobody has to make zeros. In any order, the parts of a query block have a counter of those who
+// came to add and, behind it, one of whether the first is there.
 template <bool ORDERED>
 struct Turns {
-  DEVICE Turns(const Params &, const Place &, int, bool) {}
-  DEVICE void await(const Block &) {}
-  DEVICE void pass_on() {}
-};
-template <>
-struct Turns<true> {
   const Params &p;
   const Place &place;
-  u32 *counter;         // of the query block whose turn it is
+  const int group;
+  u32 *counter = nullptr;  // of the query block
+  bool first = false;
+
+  DEVICE Turns(const Params &p, const Place &place, int group, bool) : p(p), place(place), group(group) {}
+
+  DEVICE void choose(const Block &block) { counter = p.added + stat_of(p, place, block) / ADDED_ROWS + group; }
+  DEVICE void await(const Block &block) { choose(block); }
+
+  // Whether this part is to be stored. Else the one that was has been, by a copy of the bulk engine, as ours are.
+  DEVICE bool begin() {
+    first = ptx::atomic_add(counter, 1) == 0;
+    if (!first) {
+      ptx::acquire_when(counter + CONSUMERS, 1);
+      ptx::fence_proxy_async_global();
+    }
+    return first;
+  }
+
+  DEVICE void pass_on() {
+    if (!first) return;
+    ptx::bulk_wait<0>();  // it is there
+    ptx::release_add(counter + CONSUMERS, 1);
+  }
+};
+// In order, the counter is 0 at first, and i + 1 when the i-th block of keys of the sequence has added.
+template <>
+struct Turns<true> : Turns<false> {
   u32 own, before = 0;  // what it is when this block of keys, and when those before it, have added
-  int group, until;     // the block of keys before this one sees queries up to here
-  bool waits;
+  int until = 0;        // the block of keys before this one sees queries up to here
+  const bool waits;
 
   DEVICE Turns(const Params &p, const Place &place, int group, bool waits)
-      : p(p), place(place), own(place.key / BLOCK_K + 1), group(group), until(0), waits(waits) {
+      : Turns<false>(p, place, group, waits), own(place.key / BLOCK_K + 1), waits(waits) {
     if (own > 1) until = queries_of(p, place, place.head_k * (p.heads_q / p.heads_k), place.key - BLOCK_K).end;
   }
 
   // Goes to a query block. If the block of keys before this one does not walk it, none does: see queries_of.
   DEVICE void choose(const Block &block) {
-    counter = p.added + stat_of(p, place, block) / ADDED_ROWS + group;
+    Turns<false>::choose(block);
     before = block.q < until ? own - 1 : 0;
   }
 
@@ -141,7 +163,10 @@ struct Turns<true> {
     if constexpr (!WIDE) ptx::fence_proxy_async_global();  // they came by copies of the bulk engine, as ours do
   }
 
+  DEVICE bool begin() { return waits ? before == 0 : Turns<false>::begin(); }
+
   DEVICE void pass_on() {
+    if (!waits) return Turns<false>::pass_on();
     if constexpr (!WIDE) ptx::bulk_wait<0>();  // the sums are there
     ptx::release_add(counter, own - before);
   }
@@ -157,8 +182,13 @@ DEVICE void drain(const Params &p, S &shared, const Place &place, int group, boo
     for (Walk walk(p, place); !walk.done(); walk.advance()) {
       turns.await(walk.block);
       at.wait_full(ring);
-      ptx::bulk_reduce_add_f32(p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART,
-                               ptx::smem_address(shared.passed.dq[group]), PART * sizeof(float));
+      float *target = p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART;
+      const u32 part = ptx::smem_address(shared.passed.dq[group]);
+      if (turns.begin()) {
+        ptx::bulk_store(target, part, PART * sizeof(float));
+      } else {
+        ptx::bulk_reduce_add_f32(target, part, PART * sizeof(float));
+      }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
       ptx::mbarrier_arrive(at.empty(ring));

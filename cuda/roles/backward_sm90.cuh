@@ -31,7 +31,7 @@ constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
 constexpr bool DETERMINISTIC = Config::DETERMINISTIC;  // dQ is summed in a fixed order
 constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;   // numbers of dQ of a query block that one accumulates
 static_assert(WIDE ? BLOCK_Q == 64 : PART == 4096, "products are 64 queries and 64 columns of dQ wide");
-static_assert(BLOCK_Q / ADDED_ROWS >= CONSUMERS, "each consumer has a counter of the sums of a query block");
+static_assert(BLOCK_Q / ADDED_ROWS >= 2 * CONSUMERS, "each consumer has two counters of the sums of a query block");
 
 // Packed arrays are those of one batch entry, len_q and len_k are their rows, and batch is the number of sequences.
 struct Params {
@@ -54,7 +54,7 @@ struct Params {
   Dropout::Params dropout;
   Sink::Params sink;
   Sequences::Params sequences;
-  u32 *added;  // [heads, stat_rows / ADDED_ROWS] and the number of the next block; null unless DETERMINISTIC
+  u32 *added;  // [heads, stat_rows / ADDED_ROWS] and the number of the next block; null if WIDE, unless DETERMINISTIC
 };
 
 using Queries = Panels<Element, BLOCK_Q, HEAD_DIM>;  // and those of dO
@@ -201,12 +201,14 @@ DEVICE Range queries_of(const Params &p, const Place &place, int head, int key) 
   return {seen.begin / BLOCK_Q * BLOCK_Q, min(seen.end, place.q.length)};
 }
 
-// The query blocks that see a key of the block, head after head of its group.
+// The query blocks that see a key of the block, head after head of its group. Where blocks of keys see the same
+// queries, each begins at another, so that they do not add to one dQ at once, and goes on from the first after the
+// last.
 struct HeadsWalk {
   const Params &p;
   const Place &place;
   Block block;
-  int end;  // of the head's queries
+  int begin, end, start;  // of the head's queries, and where the walk of them starts
 
   DEVICE HeadsWalk(const Params &p, const Place &place) : p(p), place(place) {
     block.head = place.head_k * (p.heads_q / p.heads_k);
@@ -217,14 +219,15 @@ struct HeadsWalk {
   DEVICE u32 count() const {
     u32 blocks = 0;
     for (HeadsWalk walk = *this; !walk.done(); walk.next_head())
-      blocks += (walk.end - walk.block.q + BLOCK_Q - 1) / BLOCK_Q;
+      blocks += (walk.end - walk.begin + BLOCK_Q - 1) / BLOCK_Q;
     return blocks;
   }
 
   DEVICE bool done() const { return block.head == (place.head_k + 1) * (p.heads_q / p.heads_k); }
   DEVICE void advance() {
     block.q += BLOCK_Q;
-    if (block.q >= end) next_head();
+    if (block.q >= end) block.q = begin;
+    if (block.q == start) next_head();
   }
   DEVICE void next_head() { ++block.head, enter(); }
 
@@ -233,8 +236,11 @@ struct HeadsWalk {
     for (; !done(); ++block.head) {
       if (place.key >= place.k.length) continue;
       const Range seen = queries_of(p, place, block.head, place.key);
-      block.q = seen.begin, end = seen.end;
-      if (block.q < end) return;
+      begin = seen.begin, end = seen.end;
+      if (begin >= end) continue;
+      const int blocks = (end - begin + BLOCK_Q - 1) / BLOCK_Q;
+      start = block.q = begin == 0 ? place.key / BLOCK_K % blocks * BLOCK_Q : begin;
+      return;
     }
   }
 };
