@@ -152,13 +152,20 @@ def _is_faster_in_order(problem: Problem) -> bool:
     Under a causal mask, microseconds in order and not, H200: head dim 64 at 512, 1k, 2k and 4k
     424 and 443, 568 and 586, 886 and 902, 1569 and 1487; 128 at 512, 1k, 2k and 4k 355 and 369,
     494 and 500, 767 and 752, 1379 and 1344; 16 heads of 2, head dim 128, at 2k and 8k 830 and 895,
-    2859 and 3024.
+    2859 and 3024. Without a mask, head dim 64 at 512, 1k and 2k 561 and 526, 829 and 837, 1428 and
+    1440; 128 at 512 and 1k 503 and 453, 746 and 725.
     """
     chosen = config(problem)
-    if chosen.mask != "Band<false, true>" or problem.packed or chosen.head_dim > 128:
+    if problem.packed or chosen.head_dim > 128:
         return False
-    shared = problem.heads_q >= 4 * problem.heads_k
-    return shared or problem.len_k <= (2048 if chosen.head_dim == 64 else 1024)
+    if chosen.mask == "Band<false, true>":
+        shared = problem.heads_q >= 4 * problem.heads_k
+        return shared or problem.len_k <= (2048 if chosen.head_dim == 64 else 1024)
+    return (
+        chosen.mask == "Band<false, false>"
+        and chosen.head_dim == 64
+        and 1024 <= problem.len_k <= 2048
+    )
 
 
 def config(problem: Problem) -> BackwardSm90:

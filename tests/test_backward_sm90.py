@@ -398,3 +398,37 @@ def test_groups_of_heads_are_no_more_than_there_are() -> None:
     *_, group, _, _, _ = _backward_sm90.PARAMS.unpack_from(params, _backward_sm90.OFFSET)
     tiles = 10**6 + 2
     assert 1 <= group * tiles < 2**32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "options", "ordered"),
+    [
+        (64, 512, {"causal": True}, True),
+        (64, 4096, {"causal": True}, False),
+        (128, 1024, {"causal": True}, True),
+        (128, 2048, {"causal": True}, False),
+        (128, 8192, {"causal": True, "heads_k": 1}, True),
+        (256, 512, {"causal": True}, False),
+        (64, 512, {}, False),
+        (64, 1024, {}, True),
+        (128, 1024, {"heads_k": 1}, False),
+        (64, 512, {"window_size": (9, 0)}, False),
+    ],
+)
+def test_rows_have_an_order_unasked_where_it_is_faster(
+    head_dim: int, length: int, options: dict[str, Any], ordered: bool
+) -> None:
+    said = cupyflash.explain(
+        dtype="bfloat16", arch=90, backward=True, batch=2, heads_q=8, head_dim=head_dim,
+        len_q=length, len_k=length, **options,
+    )  # fmt: skip
+    assert f"DETERMINISTIC = {str(ordered).lower()};" in said.steps[1][0].unit
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [64, 128])
+def test_causal_rows_without_an_order(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backward_sm90, "_is_faster_in_order", lambda problem: False)
+    case = Case(200, 290, dim, dim, heads_q=4, heads_k=2, causal=True)
+    for seed in SEEDS_IN_TURNS:
+        gradients.judge_case(case, gradients.emulated(KERNEL, case, seed))
