@@ -4,10 +4,14 @@ A mutation replaces one text by another in one file; `report` is part of what th
 says, or WRONG where the faulty kernel runs and only its result tells.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from cases import Case, Modified
+
+from cupyflash import _jit
 
 WRONG = "wrong result"
 
@@ -83,6 +87,19 @@ class Mutation(NamedTuple):
     new: str
     problem: str
     report: str
+
+
+def edited(root: Path, edits: Iterable[tuple[str, str, str]]) -> Path:
+    """Write a copy of the CUDA sources with edits (file, old, new); each has one place in them."""
+    sources = _jit.sources()
+    for name, old, new in edits:
+        assert sources[name].count(old) == 1, f"{name} has changed: rewrite {old!r}"
+        sources[name] = sources[name].replace(old, new)
+    for name, text in sources.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
 
 
 IN_FLIGHT = "into which a copy is in flight"

@@ -8,6 +8,7 @@ the first byte too many.
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import mutations_bwd_sm80
@@ -18,6 +19,8 @@ from cases import SMOKE, Case
 from gradients import judge as judge_gradients
 from gradients import seeds_of
 from harness import GPU_KERNEL, HOPPER, METADATA, fetch, judge, placed, strided
+from mutations import edited
+from mutations_bwd_sm90 import BLOCK, CONSUMER, PRODUCER, SHARED
 from strided import Strided
 
 import cupyflash
@@ -43,6 +46,39 @@ GRADIENTS: dict[str, dict[str, Case]] = {
         for name in ("causal", "two panels", "wide", "packed", "in order", "in order, wide")
     } | {"sink": GENERIC["sink"]},
 }  # fmt: skip
+
+# To racecheck an arrival at an mbarrier orders what that very thread did before: not what the other
+# lanes did before a warp barrier, after which lane 0 arrives for them all. It is given sources in
+# which every lane arrives. That the warp barriers stand is the emulator's to check: see
+# mutations_bwd_sm90.py.
+EVERY_LANE_ARRIVES = (
+    (CONSUMER, "if (ptx::lane() == 0) ptx::mbarrier_arrive(barrier);",
+        "ptx::mbarrier_arrive(barrier);"),
+    (SHARED, "ring.init(1, 4);", "ring.init(1, 128);"),
+    (SHARED, "p_ring.init(4, 4);", "p_ring.init(128, 128);"),
+    (SHARED, "one.init(4);", "one.init(128);"),
+    (SHARED, "if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>(number).empty(ring[group]));",
+        "ptx::mbarrier_arrive(Cursor<1>(number).empty(ring[group]));"),
+    (BLOCK, "ds_ring.init(4 * CONSUMERS, WIDE ? 4 : 4 * CONSUMERS)",
+        "ds_ring.init(128 * CONSUMERS, WIDE ? 128 : 128 * CONSUMERS)"),
+    # A tile is full by the thread that loads it or by the warp that clears its tail: as often.
+    (BLOCK, "k_ring.init(1);", "k_ring.init(1, 32);"),
+    (BLOCK, "v_ring.init(1);", "v_ring.init(1, 32);"),
+    (BLOCK, "q_ring.init(4 * CONSUMERS);", "q_ring.init(128 * CONSUMERS, 32);"),
+    (BLOCK, "dout_ring.init(4 * CONSUMERS);", "dout_ring.init(128 * CONSUMERS, 32);"),
+    (SHARED, "ring.init(1); }", "ring.init(32, 32); }"),
+    (PRODUCER, "      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(next.full);",
+        "      {\n        ptx::mbarrier_arrive(next.full);"),
+    (PRODUCER, "arrive_expect_tx(full, Queries::BYTES + BLOCK_Q * sizeof(float));",
+        "arrive_expect_tx(full, Queries::BYTES + BLOCK_Q * sizeof(float));\n"
+        "    for (int i = 1; i < 32; ++i) ptx::mbarrier_arrive(full);"),
+    (PRODUCER, "arrive_expect_tx(full, Keys::BYTES);",
+        "arrive_expect_tx(full, Keys::BYTES);\n"
+        "    for (int i = 1; i < 32; ++i) ptx::mbarrier_arrive(full);"),
+    (PRODUCER, "ptx::mbarrier_arrive(announce(nullptr, 0, 0, 0, 0));",
+        "for (u32 full = announce(nullptr, 0, 0, 0, 0), i = 0; i < 32; ++i)\n"
+        "      ptx::mbarrier_arrive(full);"),
+)  # fmt: skip
 
 
 def exact(array: Strided | np.ndarray) -> Strided:
@@ -101,6 +137,13 @@ def differentiate(kernel: str, place: str = "gpu") -> None:
         host = Gradients(*(None if x is None else fetch(place, x)[0] for x in grads))
         judge_gradients(host, q, k, v, dout, dlse, **options)
         print(name)
+
+
+def sources_for(tool: str, kernel: str, root: Path) -> dict[str, str]:
+    """Return the environment of a tool that watches gradients; sources of its own go to root."""
+    if (tool, kernel) != ("racecheck", _backward_sm90.NAME):
+        return {}
+    return {"CUPYFLASH_CUDA_DIR": str(edited(root, EVERY_LANE_ARRIVES))}
 
 
 def fault() -> None:

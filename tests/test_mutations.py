@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from emulated import SEEDS_IN_TURNS, SEEDS_OF, needs_compiler, run
 from harness import GPU_KERNEL, HOPPER, hosted, same_bits
-from mutations import WRONG, Mutation
+from mutations import WRONG, Mutation, edited
 from mutations_bwd_sm80 import OTHER_BITS
 
 import cupyflash
@@ -60,14 +60,7 @@ ALL = [
 
 def planted(mutation: Mutation, root: Path) -> Path:
     """Return a copy of the CUDA sources with the fault in it."""
-    for name, text in _jit.sources().items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name == mutation.file:
-            assert text.count(mutation.old) == 1, f"{name} has changed: rewrite {mutation.old!r}"
-            text = text.replace(mutation.old, mutation.new)
-        path.write_text(text, encoding="utf-8")
-    return root
+    return edited(root, [(mutation.file, mutation.old, mutation.new)])
 
 
 def computed(kernel: str, problem: str, seed: int) -> tuple[_accuracy.Verdict, list[Any]]:
