@@ -147,7 +147,8 @@ def arguments(
 def modified_gate() -> list[Any]:
     """Modifiers alone and in pairs, on one architecture after the other; all of them on each.
 
-    Those of Hopper's kernel alone at one head dim, and all of them.
+    Those of Hopper's kernel alone at one head dim, at others where registers are scarce, and all
+    of them.
     """
     archs = itertools.cycle(SHARED)
     calls = [
@@ -170,6 +171,9 @@ def modified_gate() -> list[Any]:
     hopper += [(90, "float8_e4m3fn", 128, (name,)) for name in dense]
     alone = ("packed", "used", "sink", "softcap", "bias")
     hopper += [(90, "float8_e4m3fn", 64, (name,)) for name in alone]
+    single = itertools.product((64, 96, 192, 256), ("dropout", "softcap", "bias", "packed"))
+    hopper += [(90, "bfloat16", head_dim, (name,)) for head_dim, name in single]
+    hopper += [(90, "bfloat16", 256, (name,)) for name in ("used", "alibi")]
     quick = itertools.product(("softcap", "alibi"), (64, 128, 256))
     hopper += [(90, "bfloat16", head_dim, (name, "packed")) for name, head_dim in quick]
     return [
@@ -219,6 +223,33 @@ def test_a_kernel_with_modifiers_does_too(
     problem, operands = modified(arch, dtype, head_dim, names)
     assert row.refusal(problem) is None
     assert_fits(row, problem, operands)
+
+
+# Where ptxas is nearest to a spill.
+SCARCE = [
+    ((64, 128), "dropout", "causal"),
+    ((64, 128), "dropout", "from"),
+    ((64, 128), "dropout", "window"),
+    ((256, 256), "dropout", "from"),
+    ((256, 256), "dropout", "window"),
+    ((128, 128), "softcap", "from"),
+    ((128, 128), "softcap", "window"),
+]
+BOUNDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "from": {"causal": False, "window_size": (128, -1)},
+    "window": {"causal": False, "window_size": (128, 128)},
+}
+
+
+@pytest.mark.parametrize(("dims", "name", "bounds"), SCARCE, ids=str)
+def test_the_hopper_kernel_with_bounds_does_too(
+    dims: tuple[int, int], name: str, bounds: str
+) -> None:
+    arrays, options = arguments("bfloat16", dims, (name,))
+    problem, operands = describe(arrays, arch=90, **(options | BOUNDS[bounds]))
+    assert FORWARD_SM90.refusal(problem) is None
+    assert_fits(FORWARD_SM90, problem, operands)
 
 
 def assert_fits(row: Kernel, problem: Problem, operands: Operands) -> None:

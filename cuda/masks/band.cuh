@@ -49,3 +49,8 @@ struct Band {
     return static_cast<int>(raised > len_k ? len_k : raised);
   }
 };
+
+template <bool HAS_LEFT, bool HAS_RIGHT>
+constexpr int BOUNDS<Band<HAS_LEFT, HAS_RIGHT>> = HAS_LEFT + HAS_RIGHT;
+template <bool HAS_RIGHT>
+constexpr bool LOWER_BOUND<Band<true, HAS_RIGHT>> = true;

@@ -18,3 +18,10 @@ concept MaskPolicy = requires(const Mask &mask, int i) {
   bool(mask.keep(i, i));         // keep(q, k): this pair is kept
   bool(Mask::INTERVALS);         // a query sees every key of keys(q, q + 1): no pair needs to be asked about
 };
+
+// How many bounds the interval of keys has that a query sees, beside the first key and the last; 0 of other masks.
+template <class Mask>
+constexpr int BOUNDS = 0;
+// Whether one of them hides keys before the interval.
+template <class Mask>
+constexpr bool LOWER_BOUND = false;

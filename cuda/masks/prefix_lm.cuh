@@ -35,3 +35,6 @@ struct PrefixLM {
   DEVICE bool whole(int q, int, int, int k_end) const { return keep(q, k_end - 1); }
   DEVICE bool keep(int q, int k) const { return (k < prefix) | (k <= q + diagonal); }
 };
+
+template <>
+constexpr int BOUNDS<PrefixLM> = 2;

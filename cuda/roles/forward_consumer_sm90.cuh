@@ -323,6 +323,7 @@ struct Consumer : Weigher {
     u32 slot_before = 0;
     for (u32 number = 0;; ++number) {
       settle_q();
+      if constexpr (NUMBERED) q = Cursor<Q_BUFFERS>(number);
       q.wait_full(shared.q_ring[group]);
       const u32 slot = q.slot;
       q.advance();

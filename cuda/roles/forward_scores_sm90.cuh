@@ -27,6 +27,12 @@ struct Draws {
   u32 bits[DRAWN ? BLOCK_K / 16 : 1][4];
 };
 
+// Where ptxas else spills: a consumer reads its first row anew for each key block, and takes the place of Q from the
+// tile's number.
+constexpr bool READ_ANEW = Dropout::DROPS && !FP8 && BOUNDS<Mask> == 1 && (HEAD_DIM > 192 || HEAD_DIM < HEAD_DIM_V);
+constexpr bool NUMBERED =
+    Dropout::DROPS ? HEAD_DIM < HEAD_DIM_V && BOUNDS<Mask> > 0 : Config::TURNS && !FP8 && LOWER_BOUND<Mask>;
+
 // A consumer's 64 rows of scores, as one of its four warps.
 struct Weigher {
   const Params &p;
@@ -52,6 +58,7 @@ struct Weigher {
   DEVICE int first_column(int key) const { return key + s.column(0, ptx::lane()); }
 
   DEVICE bool whole(const Tile &at, const Mask &mask, int row, int key) const {
+    if constexpr (READ_ANEW) row = at.row + group * 64;
     return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
   }
 
