@@ -245,54 +245,56 @@ DEVICE void join(Fragment<M, N> &d, const Fragment<M, N> &low) {
   }
 }
 
-// Tensor cores truncate as they accumulate: fp32 sums so many of C columns apart, and adds them by rounded additions.
-template <class T, int C>
-constexpr int CHAIN = T::PLANES > 1 && C > 64 ? 64 : C;
-
-// The sum of a chain of products, added to D at its end; D itself where there is one plane.
+// Where a step of a product is summed: in D, or, since tensor cores truncate as they accumulate, fp32 apart from it.
+// Then D takes it by a rounded addition, whose error goes to the lesser part (Knuth, "The Art of Computer Programming",
+// volume 2, 4.2.2, theorem B).
 template <class T, int M, int N>
-struct Partial {
-  Fragment<M, N> &d, &sum;
-  DEVICE Partial(Fragment<M, N> &d) : d(d), sum(d) {}
+struct Step {
+  Fragment<M, N> &sum;
+
+  DEVICE Step(Fragment<M, N> &d, Fragment<M, N> &) : sum(d) {}
   DEVICE void end() {}
 };
 template <int M, int N>
-struct Partial<Float32, M, N> {
-  Fragment<M, N> &d, sum;
-  DEVICE Partial(Fragment<M, N> &d) : d(d) { sum.zero(); }
+struct Step<Float32, M, N> {
+  Fragment<M, N> &d, &low, sum;
+
+  DEVICE Step(Fragment<M, N> &d, Fragment<M, N> &low) : d(d), low(low) { sum.zero(); }
   DEVICE void end() {
 #pragma unroll
     for (int m = 0; m < M / 16; ++m)
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) d.x[m][n][i] += sum.x[m][n][i];
+        for (int i = 0; i < 4; ++i) {
+          const float before = d.x[m][n][i], step = sum.x[m][n][i];
+          const float after = before + step, taken = after - before;
+          low.x[m][n][i] += (before - (after - taken)) + (step - taken);
+          d.x[m][n][i] = after;
+        }
   }
 };
 
 // D + low += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns
-// [column, column + 16) of A. The parts stay apart, to be joined: calls of CHAIN columns have together the sum, to the
+// [column, column + 16) of A. The parts stay apart, to be joined: the columns of several calls have the sum, to the
 // last bit, that they have in one.
 template <class T, int M, int N, int R, int C, class Left>
 DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const Operand<T, R, C> &b, int row,
                               u32 lane) {
   constexpr int G = GROUP<T, M, N>;
 #pragma unroll
-  for (int first = 0; first < C; first += CHAIN<T, C>) {
-    Partial<T, M, N> partial(d);
+  for (int column = 0; column < C; column += 16) {
+    Rows<T, M> left;
+    a(left, column, lane);
+    Step<T, M, N> step(d, low);
 #pragma unroll
-    for (int column = first; column < min(first + CHAIN<T, C>, C); column += 16) {
-      Rows<T, M> left;
-      a(left, column, lane);
+    for (int n = 0; n < N; n += 16 * G) {
+      Columns<T> right[G];
 #pragma unroll
-      for (int n = 0; n < N; n += 16 * G) {
-        Columns<T> right[G];
-#pragma unroll
-        for (int g = 0; g < G; ++g) right[g].load_transposed(b, row + n + 16 * g, column, lane);
-        multiply(partial.sum, low, n, left, right);
-      }
+      for (int g = 0; g < G; ++g) right[g].load_transposed(b, row + n + 16 * g, column, lane);
+      multiply(step.sum, low, n, left, right);
     }
-    partial.end();
+    step.end();
   }
 }
 
@@ -300,21 +302,18 @@ DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, co
 template <class T, int M, int N, int R, int C, class Left>
 DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const RawOperand<T, R, C> &b, int row,
                               u32 lane) {
-#pragma unroll 1
-  for (int first = 0; first < C; first += CHAIN<T, C>) {
-    Partial<T, M, N> partial(d);
 #pragma unroll C / 16 < 2 ? C / 16 : 2
-    for (int column = first; column < min(first + CHAIN<T, C>, C); column += 16) {
-      Rows<T, M> left;
-      a(left, column, lane);
+  for (int column = 0; column < C; column += 16) {
+    Rows<T, M> left;
+    a(left, column, lane);
+    Step<T, M, N> step(d, low);
 #pragma unroll
-      for (int n = 0; n < N; n += 16) {
-        Columns<T> right[1];
-        right[0].load_transposed(b, row + n, column, lane);
-        multiply(partial.sum, low, n, left, right);
-      }
+    for (int n = 0; n < N; n += 16) {
+      Columns<T> right[1];
+      right[0].load_transposed(b, row + n, column, lane);
+      multiply(step.sum, low, n, left, right);
     }
-    partial.end();
+    step.end();
   }
 }
 
