@@ -244,8 +244,8 @@ def test_a_key_that_is_alone_in_its_row_weighs_one_whatever_the_lse(dtype: str) 
     check(Case(70, 90, 64, 64, dtype), attn_bias=bias.astype(np.float32))
 
 
-def test_scores_of_fp32_are_cut_as_the_forward_kernel_cuts_them() -> None:
-    """Tensor cores truncate: by as much in all scores of one sign, which cancels in P."""
+def test_scores_of_fp32_of_one_sign() -> None:
+    """Tensor cores truncate: by as much in all of them as the forward kernel's, which cancels."""
     case = Case(40, 40, 256, 256, "float32")
     q, k, v = (x.host + n for x, n in zip(case.arrays(), np.float32([1, 1, 2]), strict=True))
     dout, dlse = seeds_of(q, v)

@@ -256,3 +256,25 @@ def test_the_lse_of_scales_near_the_least_normal_number(scale: float) -> None:
         np.full((1, n, 1, 32), x, ml_dtypes.bfloat16) for n, x in ((4, 3e18), (5, 2e18), (5, 1))
     )
     check(*arrays, kernel=HOPPER, softmax_scale=scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "scale", "memory"),
+    [
+        (224, 1.0, ("one_element", "reversed_rows", "reversed_batch")),  # equal products
+        (224, 1.0, ("packed",) * 3),
+        (256, 0.06, ("packed",) * 3),
+    ],
+)
+def test_sums_of_fp32_scores_lose_less_than_their_additions(
+    head_dim: int, scale: float, memory: tuple[str, str, str]
+) -> None:
+    case = Case(
+        16, 65, head_dim, 256, "float32", batch=2, heads_q=5, window_size=(17, 0),
+        alignment="top_left", softmax_scale=scale, memory=memory,
+    )  # fmt: skip
+    q, k, v = (x.host for x in case.arrays())
+    with cupyflash.emulate():
+        found = cupyflash.attention(q, k, v, return_lse=True, kernel=GPU_KERNEL, **case.options)
+    judge(found, q, k, v, **case.options)

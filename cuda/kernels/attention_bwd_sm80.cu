@@ -278,7 +278,7 @@ DEVICE void score(Weights &weights, Weights &gradients, const Params &p, const S
     for (int q = 0; q < WARP_Q / 16; ++q) weights[q] = gradients[q] = {};
     return;
   }
-  // S^T = K Q^T, in fp32 cut by the tensor cores as the forward kernel's S is; dP^T = V dO^T
+  // S^T = K Q^T, in fp32 rounded as the forward kernel's S is; dP^T = V dO^T
   const auto keys = [&](Rows<T, WARP_K> &rows, int column, u32 lane) {
     rows.load(shared.in.k, warp.group * WARP_K, column, lane);
   };
