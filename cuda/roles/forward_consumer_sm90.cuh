@@ -119,8 +119,8 @@ struct Consumer : Weigher {
 
   // Of 8 bits: columns whose weights are taken while the product of the block before goes on. The others' fill the time
   // in which O is made ready; those that may be dropped are all taken at once. In turns that product has ended before.
-  static constexpr bool AT_ONCE = Score::IDENTITY && !Dropout::DROPS;  // else ptxas serialises the products
   static constexpr int EARLY = Dropout::DROPS ? BLOCK_K : Config::TURNS ? 0 : BLOCK_K * 3 / 4 / 16 * 16;
+  static constexpr bool AT_ONCE = Score::IDENTITY && !Dropout::DROPS;  // else ptxas serialises the products
 
   // When the product of the block before has ended: O as the weights now are.
   DEVICE void follow() {
