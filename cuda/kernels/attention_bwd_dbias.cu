@@ -286,7 +286,7 @@ DEVICE void turn(const Params &p, Shared &shared, int i, int chunk, u32 slot) {
 DEVICE void gemm_slot(Scores &d, Scores &low, const Slot &slot, u32 lane) {
   const int row = warp() * WARP_Q;
   const auto rows = [&](Rows<T, WARP_Q> &a, int column, u32 lane) { a.load(slot.rows, row, column, lane); };
-  gather_transposed(d, low, rows, slot.columns, 0, lane);
+  gather_transposed<true>(d, low, rows, slot.columns, 0, lane);
 }
 
 // Scores in units of the natural logarithm; those of pairs that are hidden, or of rows not in use, are -inf.

@@ -288,7 +288,7 @@ DEVICE void score(Weights &weights, Weights &gradients, const Params &p, const S
   Scores s, low, dp;
   s.zero();
   low.zero();
-  gather_transposed(s, low, keys, queries.q, piece.column, warp.lane);
+  gather_transposed<(HEAD_DIM > SHORT_SUM)>(s, low, keys, queries.q, piece.column, warp.lane);
   join<T>(s, low);
   dp.each([&](float &value, int, int c) {
     value = ONTO_DELTA ? -statistics.delta[piece.column + Scores::column(c, warp.lane)] : 0.0f;

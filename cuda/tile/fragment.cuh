@@ -245,10 +245,13 @@ DEVICE void join(Fragment<M, N> &d, const Fragment<M, N> &low) {
   }
 }
 
-// Where a step of a product is summed: in D, or, since tensor cores truncate as they accumulate, fp32 apart from it.
-// Then D takes it by a rounded addition, whose error goes to the lesser part (Knuth, "The Art of Computer Programming",
-// volume 2, 4.2.2, theorem B).
-template <class T, int M, int N>
+// fp32 sums of so many products are good enough in one chain of tensor cores, which takes fewer registers.
+constexpr int SHORT_SUM = 64;
+
+// Where a step of a product is summed: in D, or, since tensor cores truncate as they accumulate, fp32 may be summed
+// APART from it. Then D takes it by a rounded addition, whose error goes to the lesser part (Knuth, "The Art of
+// Computer Programming", volume 2, 4.2.2, theorem B).
+template <class T, bool APART, int M, int N>
 struct Step {
   Fragment<M, N> &sum;
 
@@ -256,7 +259,7 @@ struct Step {
   DEVICE void end() {}
 };
 template <int M, int N>
-struct Step<Float32, M, N> {
+struct Step<Float32, true, M, N> {
   Fragment<M, N> &d, &low, sum;
 
   DEVICE Step(Fragment<M, N> &d, Fragment<M, N> &low) : d(d), low(low) { sum.zero(); }
@@ -278,7 +281,7 @@ struct Step<Float32, M, N> {
 // D + low += A B^T, for rows [row, row + N) of the tile B. a(rows, column, lane) provides the A operand of columns
 // [column, column + 16) of A. The parts stay apart, to be joined: the columns of several calls have the sum, to the
 // last bit, that they have in one.
-template <class T, int M, int N, int R, int C, class Left>
+template <bool APART, class T, int M, int N, int R, int C, class Left>
 DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const Operand<T, R, C> &b, int row,
                               u32 lane) {
   constexpr int G = GROUP<T, M, N>;
@@ -286,7 +289,7 @@ DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, co
   for (int column = 0; column < C; column += 16) {
     Rows<T, M> left;
     a(left, column, lane);
-    Step<T, M, N> step(d, low);
+    Step<T, APART, M, N> step(d, low);
 #pragma unroll
     for (int n = 0; n < N; n += 16 * G) {
       Columns<T> right[G];
@@ -299,14 +302,14 @@ DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, co
 }
 
 // The same for elements that are split on the way, of which more than two steps at once would find no registers.
-template <class T, int M, int N, int R, int C, class Left>
+template <bool APART, class T, int M, int N, int R, int C, class Left>
 DEVICE void gather_transposed(Fragment<M, N> &d, Fragment<M, N> &low, Left a, const RawOperand<T, R, C> &b, int row,
                               u32 lane) {
 #pragma unroll C / 16 < 2 ? C / 16 : 2
   for (int column = 0; column < C; column += 16) {
     Rows<T, M> left;
     a(left, column, lane);
-    Step<T, M, N> step(d, low);
+    Step<T, APART, M, N> step(d, low);
 #pragma unroll
     for (int n = 0; n < N; n += 16) {
       Columns<T> right[1];
@@ -322,7 +325,7 @@ template <class T, int M, int N, int R, int C, class Left>
 DEVICE void gemm_transposed(Fragment<M, N> &d, Left a, const Operand<T, R, C> &b, int row, u32 lane) {
   Fragment<M, N> low;
   low.zero();
-  gather_transposed(d, low, a, b, row, lane);
+  gather_transposed<(C > SHORT_SUM)>(d, low, a, b, row, lane);
   join<T>(d, low);
 }
 
