@@ -109,8 +109,43 @@ class Sizes(click.ParamType):
 DTYPES = "Also fp16, fp32, fp64, e4m3, e5m2."
 
 
+# Flags of what a problem may have beyond its sizes and band, and the arguments they stand for.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "alibi": ("alibi_slopes",),
+    "bias": ("attn_bias",),
+    "bool_mask": ("attn_mask",),
+    "sink": ("learnable_sink",),
+    "segments": ("segment_ids",),
+    "used": ("seqused_q", "seqused_k"),
+    "packed": ("cu_seqlens_q", "cu_seqlens_k"),
+}
+
+
+def extras_of(options: dict[str, Any], batch: int) -> dict[str, Any]:
+    """Take the options that are arguments of `cupyflash.explain` beyond a case's from others."""
+    import numpy as np
+
+    from .masks import PrefixLM
+
+    softcap, dropout = options.pop("softcap"), options.pop("dropout")
+    extras: dict[str, Any] = {"softcap": softcap} if softcap is not None else {}
+    extras |= {"dropout_p": dropout} if dropout is not None else {}
+    for flag, names in EXTRAS.items():
+        extras |= dict.fromkeys(names, True) if options.pop(flag) else {}
+    if options.pop("prefix"):
+        extras["mask"] = PrefixLM(np.zeros(batch, np.int32))
+    if options.pop("deterministic"):
+        if not options["backward"]:
+            raise click.UsageError("--deterministic is of gradients: add --backward")
+        extras["deterministic"] = True
+    return extras
+
+
 def problem_options(command: Any) -> Any:
-    """Add the options that describe one problem; they arrive as its `Case`."""
+    """Add the options that describe one problem.
+
+    They arrive as its `Case`, and as `extras`, the arguments of `cupyflash.explain` beyond it.
+    """
 
     @functools.wraps(command)
     def wrapped(
@@ -129,7 +164,7 @@ def problem_options(command: Any) -> Any:
             head_dim_v=head_dim if head_dim_v is None else head_dim_v,
             **sizes,
         )
-        return command(case=case, **options)
+        return command(case=case, extras=extras_of(options, case.batch), **options)
 
     for option in reversed(
         (
@@ -143,6 +178,17 @@ def problem_options(command: Any) -> Any:
             click.option("--head-dim-v", type=int, help="By default as --head-dim."),
             click.option("--mask", default="full", show_default=True, help="causal, window:L,R."),
             click.option("--alignment", default="bottom_right", show_default=True),
+            click.option("--softcap", type=float, help="Of the scores."),
+            click.option("--dropout", type=float, help="A probability."),
+            click.option("--alibi", is_flag=True, help="With ALiBi slopes."),
+            click.option("--bias", is_flag=True, help="With a bias."),
+            click.option("--bool-mask", is_flag=True, help="With a bool mask."),
+            click.option("--sink", is_flag=True, help="With a learnable sink."),
+            click.option("--prefix", is_flag=True, help="With a prefix that all queries see."),
+            click.option("--segments", is_flag=True, help="With segment ids."),
+            click.option("--used", is_flag=True, help="With lengths in use."),
+            click.option("--packed", is_flag=True, help="Packed: --len-q are all their rows."),
+            click.option("--deterministic", is_flag=True, help="Sums in a fixed order."),
         )
     ):
         wrapped = option(wrapped)

@@ -80,16 +80,22 @@ def list_(as_json: bool) -> None:
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @backward_option
 @as_json
-def explain(case: Any, arch: str | None, kernel: str | None, backward: bool, as_json: bool) -> None:
+def explain(
+    case: Any,
+    extras: dict[str, Any],
+    arch: str | None,
+    kernel: str | None,
+    backward: bool,
+    as_json: bool,
+) -> None:
     """Say which kernel computes a problem and with what resources, and why the others do not.
 
-    Of problems with other options (packed sequences, softcap, bias, dropout) `cupyflash.explain`
-    of Python says it. Exits with 1 if there is none.
+    Exits with 1 if there is none.
     """
     from . import explain
 
     sizes = case.sizes(arch or gpu_arch())
-    answer = explain(**sizes, **case.options, kernel=kernel, backward=backward)
+    answer = explain(**sizes, **case.options, **extras, kernel=kernel, backward=backward)
     if as_json:
         resources = answer.resources and answer.resources._asdict()
         steps = [
@@ -108,11 +114,19 @@ def explain(case: Any, arch: str | None, kernel: str | None, backward: bool, as_
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @backward_option
 @as_json
-def show(case: Any, arch: str | None, kernel: str | None, backward: bool, as_json: bool) -> None:
+def show(
+    case: Any,
+    extras: dict[str, Any],
+    arch: str | None,
+    kernel: str | None,
+    backward: bool,
+    as_json: bool,
+) -> None:
     """Show the translation unit of a problem, its registers and its shared memory."""
     from ._bench import units
 
-    unit, *_ = units.units_of(case, arch or gpu_arch() or no_arch(), kernel, backward)
+    extras["backward"] = backward
+    unit, *_ = units.units_of(case, arch or gpu_arch() or no_arch(), kernel, extras)
     used = unit.compile()
     if as_json:
         emit({"unit": unit.launch.unit, "resources": used})
@@ -133,6 +147,7 @@ def show(case: Any, arch: str | None, kernel: str | None, backward: bool, as_jso
 @as_json
 def compile_(
     case: Any,
+    extras: dict[str, Any],
     arch: str | None,
     every: bool,
     backward: bool,
@@ -147,11 +162,14 @@ def compile_(
     from . import _cache
     from ._bench import units
 
+    if every and extras:
+        raise click.UsageError(f"--all has no {', '.join(extras)}: leave one out")
+    extras["backward"] = backward
     found = [
         unit
         for name in (arch or gpu_arch() or no_arch()).split(",")
         for unit in (
-            units.every(name, kernel) if every else units.units_of(case, name, kernel, backward)
+            units.every(name, kernel) if every else units.units_of(case, name, kernel, extras)
         )
     ]
     rows = []

@@ -194,6 +194,34 @@ def test_an_architecture_has_two_names(arch: str) -> None:
     assert done["problem"]["arch"] == 90
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        ("--softcap 30", {"score": "Softcap"}),
+        ("--alibi --bias", {"score": "Chain<Alibi, Bias<Float16, 2>>"}),
+        ("--dropout 0.1 --bool-mask", {"dropout": "Dropout", "mask": "DenseMask"}),
+        ("--sink", {"sink": "Sink<Float16>"}),
+        ("--prefix", {"mask": "PrefixLM"}),
+        ("--segments --mask causal", {"mask": "All<Band<false, true>, Segments<4>>"}),
+        ("--packed", {"sequences": "Packed"}),
+        ("--used", {"sequences": "Used"}),
+        ("--backward --deterministic", {"deterministic": True}),
+    ],
+)
+def test_a_problem_may_have_what_attention_may(words: str, chosen: dict[str, Any]) -> None:
+    config = json.loads(run("explain", "--arch", "90", *words.split(), "--json").stdout)["config"]
+    assert chosen.items() <= config.items()
+
+
+def test_options_of_gradients_or_of_one_problem_are_refused_elsewhere() -> None:
+    done = run("explain", "--arch", "90", "--deterministic")
+    assert done.exit_code == 2
+    assert "--backward" in done.output
+    done = run("compile", "--arch", "90", "--all", "--sink")
+    assert done.exit_code == 2
+    assert "learnable_sink" in done.output
+
+
 def test_explain_says_why_nothing_fits() -> None:
     done = run("explain", "--arch", "sm_90", "--head-dim", "512")
     assert done.exit_code == 1
@@ -218,6 +246,14 @@ def test_show_prints_the_unit_and_what_it_takes() -> None:
     assert answer["unit"] in done.stdout
     assert answer["resources"]["registers"] > 0
     assert answer["resources"]["dynamic_shared"] > 0
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_a_problem_has_beyond_its_band_is_compiled() -> None:
+    words = ["--arch", "80", "--head-dim", "64", "--sink", "--softcap", "30"]
+    assert "using Score = Softcap;" in run("show", *words).stdout
+    (row,) = json.loads(run("compile", *words, "--json").stdout)
+    assert (row["spill_stores"], row["log"]) == (0, "")
 
 
 @pytest.mark.usefixtures("kernels")

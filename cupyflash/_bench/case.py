@@ -155,9 +155,9 @@ class Case:
             sizes["len_q"] = sizes["len_k"] = sum(self.lengths)
         return {**sizes, "dtype": DTYPES[self.dtype].name, "arch": arch}
 
-    def request(self, arch: int | None, backward: bool = False) -> Request:
-        """Return the call that the dispatch table is asked about."""
-        options = self.arguments(lambda array: True) | {"backward": backward}
+    def request(self, arch: int | None, **extras: Any) -> Request:
+        """Return the call that the dispatch table is asked about, with arguments beyond these."""
+        options = self.arguments(lambda array: True) | extras
         return resolve((None, None, None), self.sizes(arch), options)
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

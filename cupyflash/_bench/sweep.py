@@ -182,7 +182,7 @@ def compile_ahead(groups: tuple[Group, ...]) -> None:
     def compile_one(case: Case, kernel: str | None, name: str) -> None:
         with contextlib.suppress(Exception):  # which the case itself will meet and report
             forced = kernel if kernel in OF_PASS[name] else None
-            for unit in units_of(case, arch, forced, name == "bwd"):
+            for unit in units_of(case, arch, forced, {"backward": name == "bwd"}):
                 unit.compile()
 
     with ThreadPoolExecutor() as pool:

@@ -43,16 +43,18 @@ class Unit:
 
 
 def units_of(
-    case: Case, arch: str, kernel: str | None = None, backward: bool = False
+    case: Case, arch: str, kernel: str | None = None, extras: dict[str, Any] | None = None
 ) -> list[Unit]:
     """Return the units that a problem is computed by on an architecture: first the kernel's own.
+
+    `extras` are arguments of `cupyflash.explain` beyond the case's.
 
     Raises
     ------
     UnsupportedProblem
         No kernel, or not the one named, takes the problem there.
     """
-    request = case.request(architecture(arch), backward)
+    request = case.request(architecture(arch), **(extras or {}))
     row = _kernels.select(request.problem, kernel)
     launches = row.launches(request.problem, request.operands, request.backward)
     assert launches, "rows of the host take no problem of a GPU"
@@ -73,7 +75,7 @@ def every(arch: str, kernel: str | None = None) -> list[Unit]:
     units: dict[str, Unit] = {}
     for dtype, dims, mask, backward in itertools.product(DTYPES, DIMS, MASKS, (False, True)):
         case = Case(dtype, 1, 4096, 4096, 16, 16, *dims, mask)
-        request = case.request(architecture(arch), backward)
+        request = case.request(architecture(arch), backward=backward)
         for row in _kernels.KERNELS:
             if row.op != request.problem.op or row.refusal(request.problem) is not None:
                 continue
