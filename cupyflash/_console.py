@@ -88,7 +88,6 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-backward_option = click.option("--backward", is_flag=True, help="Of the gradients.")
 
 
 class Sizes(click.ParamType):
@@ -110,7 +109,7 @@ DTYPES = "Also fp16, fp32, fp64, e4m3, e5m2."
 
 
 # Flags of what a problem may have beyond its sizes and band, and the arguments they stand for.
-EXTRAS: dict[str, tuple[str, ...]] = {
+FLAGS: dict[str, tuple[str, ...]] = {
     "alibi": ("alibi_slopes",),
     "bias": ("attn_bias",),
     "bool_mask": ("attn_mask",),
@@ -128,14 +127,15 @@ def extras_of(options: dict[str, Any], batch: int) -> dict[str, Any]:
     from .masks import PrefixLM
 
     softcap, dropout = options.pop("softcap"), options.pop("dropout")
-    extras: dict[str, Any] = {"softcap": softcap} if softcap is not None else {}
+    extras: dict[str, Any] = {"backward": options.pop("backward")}
+    extras |= {"softcap": softcap} if softcap is not None else {}
     extras |= {"dropout_p": dropout} if dropout is not None else {}
-    for flag, names in EXTRAS.items():
+    for flag, names in FLAGS.items():
         extras |= dict.fromkeys(names, True) if options.pop(flag) else {}
     if options.pop("prefix"):
         extras["mask"] = PrefixLM(np.zeros(batch, np.int32))
     if options.pop("deterministic"):
-        if not options["backward"]:
+        if not extras["backward"]:
             raise click.UsageError("--deterministic is of gradients: add --backward")
         extras["deterministic"] = True
     return extras
@@ -178,6 +178,7 @@ def problem_options(command: Any) -> Any:
             click.option("--head-dim-v", type=int, help="By default as --head-dim."),
             click.option("--mask", default="full", show_default=True, help="causal, window:L,R."),
             click.option("--alignment", default="bottom_right", show_default=True),
+            click.option("--backward", is_flag=True, help="Of the gradients."),
             click.option("--softcap", type=float, help="Of the scores."),
             click.option("--dropout", type=float, help="A probability."),
             click.option("--alibi", is_flag=True, help="With ALiBi slopes."),

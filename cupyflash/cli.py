@@ -20,7 +20,6 @@ from ._console import (
     Group,
     Sizes,
     as_json,
-    backward_option,
     effort_options,
     emit,
     facts,
@@ -78,14 +77,12 @@ def list_(as_json: bool) -> None:
 @problem_options
 @click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
-@backward_option
 @as_json
 def explain(
     case: Any,
     extras: dict[str, Any],
     arch: str | None,
     kernel: str | None,
-    backward: bool,
     as_json: bool,
 ) -> None:
     """Say which kernel computes a problem and with what resources, and why the others do not.
@@ -95,7 +92,7 @@ def explain(
     from . import explain
 
     sizes = case.sizes(arch or gpu_arch())
-    answer = explain(**sizes, **case.options, **extras, kernel=kernel, backward=backward)
+    answer = explain(**sizes, **case.options, **extras, kernel=kernel)
     if as_json:
         resources = answer.resources and answer.resources._asdict()
         steps = [
@@ -112,20 +109,17 @@ def explain(
 @problem_options
 @click.option("--arch", help="Like 90 or sm_90; by default the GPU here.")
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
-@backward_option
 @as_json
 def show(
     case: Any,
     extras: dict[str, Any],
     arch: str | None,
     kernel: str | None,
-    backward: bool,
     as_json: bool,
 ) -> None:
     """Show the translation unit of a problem, its registers and its shared memory."""
     from ._bench import units
 
-    extras["backward"] = backward
     unit, *_ = units.units_of(case, arch or gpu_arch() or no_arch(), kernel, extras)
     used = unit.compile()
     if as_json:
@@ -141,7 +135,6 @@ def show(
 @click.option(
     "--all", "every", is_flag=True, help="Both passes, every dtype, pair of head dims and mask."
 )
-@backward_option
 @click.option("--kernel", help="A kernel of `cupyflash list`; by default the best.")
 @click.option("--stats", is_flag=True, help="Show registers, spills, shared memory, seconds.")
 @as_json
@@ -150,7 +143,6 @@ def compile_(
     extras: dict[str, Any],
     arch: str | None,
     every: bool,
-    backward: bool,
     kernel: str | None,
     stats: bool,
     as_json: bool,
@@ -162,9 +154,8 @@ def compile_(
     from . import _cache
     from ._bench import units
 
-    if every and extras:
-        raise click.UsageError(f"--all has no {', '.join(extras)}: leave one out")
-    extras["backward"] = backward
+    if every and (beyond := extras.keys() - {"backward"}):
+        raise click.UsageError(f"--all has no {', '.join(sorted(beyond))}: leave one out")
     found = [
         unit
         for name in (arch or gpu_arch() or no_arch()).split(",")
