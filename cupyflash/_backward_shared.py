@@ -22,7 +22,10 @@ class Scratch:
 
     @classmethod
     def of(cls, problem: Problem, columns: int, *, counted: bool) -> "Scratch":
-        """Lay out the scratch of a problem whose sums of dQ have so many columns, and counters."""
+        """Lay out the scratch of a problem whose sums of dQ have so many columns.
+
+        `counted`: with counters of who has added to them.
+        """
         rows = stat_heads(problem) * stat_rows(problem)
         delta = _aligned(4 * rows)
         dq = 2 * delta
