@@ -359,7 +359,7 @@ def explain(q: Any = None, k: Any = None, v: Any = None, **arguments: Any) -> Ex
         Whether to speak of the gradients of the call, as `attention_backward` computes them.
     **arguments : object
         Options as `attention` and `attention_varlen` take them; with sizes, True stands for an
-        optional array, and a mask may have 0 for each array: ``PrefixLM(0)``, ``Segments(0)``.
+        optional array, also for those of a mask: ``PrefixLM(True)``, ``Segments(True)``.
 
     Returns
     -------

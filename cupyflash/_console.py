@@ -120,10 +120,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def extras_of(options: dict[str, Any], batch: int) -> dict[str, Any]:
+def extras_of(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options that are arguments of `cupyflash.explain` beyond a case's from others."""
-    import numpy as np
-
     from .masks import PrefixLM
 
     softcap, dropout = options.pop("softcap"), options.pop("dropout")
@@ -133,7 +131,7 @@ def extras_of(options: dict[str, Any], batch: int) -> dict[str, Any]:
     for flag, names in FLAGS.items():
         extras |= dict.fromkeys(names, True) if options.pop(flag) else {}
     if options.pop("prefix"):
-        extras["mask"] = PrefixLM(np.zeros(batch, np.int32))
+        extras["mask"] = PrefixLM(True)
     if options.pop("deterministic"):
         if not extras["backward"]:
             raise click.UsageError("--deterministic is of gradients: add --backward")
@@ -164,7 +162,7 @@ def problem_options(command: Any) -> Any:
             head_dim_v=head_dim if head_dim_v is None else head_dim_v,
             **sizes,
         )
-        return command(case=case, extras=extras_of(options, case.batch), **options)
+        return command(case=case, extras=extras_of(options), **options)
 
     for option in reversed(
         (

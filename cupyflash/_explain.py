@@ -37,7 +37,6 @@ from .errors import (
     InvalidType,
     UnsupportedProblem,
 )
-from .masks import Segments
 
 __all__ = ["Explanation", "Request", "explain", "resolve", "split", "supports", "warmup"]
 
@@ -46,8 +45,6 @@ MAX_ELEMENTS = 2**60  # strides stay in 64 bits, in bytes too
 EXTRAS = tuple(name for name in DTYPES if name not in ("q", "k", "v"))
 HINTS = ("max_seqlen_q", "max_seqlen_k")
 OTHERS = ("mask", "segment_ids", "out", "rng_state", "return_lse", "backward")
-# What segment_ids=True stands for, of int32.
-SEGMENTS = Form("segment_ids", Segments(None), ("segment_ids[0]", "segment_ids[1]"))
 
 
 @dataclass(frozen=True)
@@ -195,14 +192,10 @@ def resolve(
     kernel = scalars.pop("kernel", None)
     for name in HINTS:
         hint(name, options.get(name))
-    ids = options.get("segment_ids")
-    masks, mask_arrays = forms(options.get("mask"), None if ids is True else ids)
+    masks, mask_arrays = forms(options.get("mask"), options.get("segment_ids"))
     given = {name: options.get(name) for name in (*EXTRAS, "out")} | mask_arrays
     if all(x is None for x in arrays):
-        if ids is True:
-            masks = (*masks, SEGMENTS)
-            given |= dict.fromkeys(SEGMENTS.names, True)
-        records, arch = _placeholders(Sizes(**sizes), scalars.get("layout", "bshd"), given)
+        records, arch = _placeholders(Sizes(**sizes), scalars.get("layout", "bshd"), given, masks)
     elif sizes:
         raise InvalidArgument(
             f"`{min(sizes)}` is a property of q, k and v where these are passed: leave it out"
@@ -326,18 +319,19 @@ def _record(name: str, x: Any) -> Array:
 
 
 def _placeholders(
-    sizes: Sizes, layout: Any, given: Mapping[str, Any]
+    sizes: Sizes, layout: Any, given: Mapping[str, Any], masks: tuple[Form, ...]
 ) -> tuple[dict[str, Array], int | None]:
     """Return records of C-contiguous arrays at no address, and the architecture.
 
-    The options that are True become arrays too.
+    The options that are True become arrays too, and those of masks.
     """
     bound, dtype = sizes.resolved(), _dtype_name(sizes.dtype)
     arch = None if sizes.arch is None else architecture(sizes.arch)
     axes = LAYOUTS.get(layout, LAYOUTS["bshd"]) if isinstance(layout, str) else LAYOUTS["bshd"]
     packed = given["cu_seqlens_q"] is not None
     wanted = {name: words[0] for name, words in shapes(packed).items()} | BROADCAST
-    wanted |= dict(zip(SEGMENTS.names, SEGMENTS.mask.shapes.values(), strict=True))
+    for form in masks:
+        wanted |= dict(zip(form.names, form.mask.shapes.values(), strict=True))
     bound |= {"total_q": bound["len_q"], "total_k": bound["len_k"], "batch + 1": bound["batch"] + 1}
     records = {}
     for name in ("q", "k", "v", *(x for x in given if given[x] is True and x != "out")):

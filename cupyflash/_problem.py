@@ -341,6 +341,10 @@ def forms(mask: Any = None, segment_ids: Any = None) -> tuple[tuple[Form, ...], 
         As `cupyflash.attention` takes it.
     segment_ids : array or pair of arrays, optional
         Likewise.
+
+    Notes
+    -----
+    True in place of an array stays: one of its own, of a call that is only talked about.
     """
     if mask is not None and not isinstance(mask, Mask):
         raise InvalidType(
@@ -353,6 +357,8 @@ def forms(mask: Any = None, segment_ids: Any = None) -> tuple[tuple[Form, ...], 
         ("mask", part, [f"{place.format(n)}.{name}" for name in part.shapes])
         for n, part in enumerate(parts)
     ]
+    if segment_ids is True:
+        segment_ids = (True, True)
     if isinstance(segment_ids, tuple):
         if len(segment_ids) != 2:
             raise InvalidArgument(
@@ -366,7 +372,8 @@ def forms(mask: Any = None, segment_ids: Any = None) -> tuple[tuple[Form, ...], 
     found = []
     for argument, part, names in named:
         for n, x in enumerate(part.arrays):
-            first = next(m for m, other in enumerate(part.arrays) if other is x)
+            same = (m for m, other in enumerate(part.arrays) if other is x)
+            first = n if x is True else next(same)
             names[n] = names[first]  # one array for queries and keys goes to the GPU once
             arrays.setdefault(names[n], _listed(x, names[n]))
         found.append(Form(argument, part.static, tuple(names)))
@@ -397,7 +404,7 @@ def host_metadata(x: Any, name: str) -> Any:
 
 def _listed(x: Any, name: str) -> Any:
     """Return an integer, or a list or tuple of integers, as an array; anything else as it is."""
-    if isinstance(x, Array) or not isinstance(x, tuple | list | int | np.integer):
+    if isinstance(x, Array | bool) or not isinstance(x, tuple | list | int | np.integer):
         return x
     try:
         return np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)

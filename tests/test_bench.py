@@ -1082,6 +1082,10 @@ def test_all_that_a_suite_needs_is_compiled_before_it_starts(monkeypatch) -> Non
     cases = [case for group in suites.hopper() for case in group.cases]
     assert set(asked) >= {case for case in cases if case.dtype != "e4m3"}
     asked.clear()
+    with_masks = modified("prefix:70", "bf16"), modified("documents", "bf16")
+    sweep.compile_ahead((run.Group(with_masks, passes=True),))
+    assert set(asked) == set(with_masks)
+    asked.clear()
     sweep.compile_ahead((run.Group((SMALL,), (), "cpu"),))
     assert asked == []
     kernels: set[str] = set()

@@ -8,7 +8,7 @@ import pytest
 from exporters import DlpackExporter
 
 import cupyflash
-from cupyflash import InvalidArgument, InvalidType
+from cupyflash import InvalidArgument, InvalidType, _explain
 from cupyflash._array import HOST, Array, adapter_of
 from cupyflash._problem import Operands, Problem, describe, forms
 from cupyflash.masks import All, Band, PrefixLM, Segments
@@ -305,6 +305,45 @@ def test_masks_have_names_for_people() -> None:
     assert (from_arrays.problem.batch, from_arrays.kernel) == (3, "cpu")
     assert cupyflash.supports(**arrays)
     assert not cupyflash.supports(**arrays, kernel="attention_fwd_sm90")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": PrefixLM(True)},
+        {"mask": Segments(True)},
+        {"mask": Band(4) & Segments(True) & PrefixLM(True)},
+        {"mask": Segments(True), "segment_ids": True},
+        {"segment_ids": (True, True)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_true_stands_for_an_array_of_a_mask_where_sizes_do_for_the_others(
+    options: dict[str, Any], packed: bool
+) -> None:
+    """Queries and keys of different lengths have ids of their own."""
+    sizes: dict[str, Any] = {"batch": 3, "len_q": 9, "len_k": 13, "head_dim": 64, "causal": True}
+    sizes |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), True) if packed else {}
+    request = _explain.resolve((None,) * 3, *_explain.split(sizes | options))
+    ids = np.zeros((3, 9), np.int32), np.zeros((3, 13), np.int32)
+    prefix = np.zeros(3, np.int32)
+    arrays = {Band: (), Segments: ids, PrefixLM: (prefix,)}
+    given: dict[str, Any] = {"segment_ids": ids} if "segment_ids" in options else {}
+    if mask := options.get("mask"):
+        given["mask"] = All(*(part.bound(*arrays[type(part)]) for part in mask.parts))
+    expected = _explain.resolve((None,) * 3, *_explain.split(sizes | given))
+    assert request.problem == expected.problem
+    shapes = [[x.shape for x in own] for own in request.operands.masks]
+    assert shapes == [[x.shape for x in own] for own in expected.operands.masks]
+
+
+def test_true_is_no_array_of_a_mask_beside_arrays() -> None:
+    q, k, v = np.random.default_rng(1).standard_normal((3, 1, 5, 1, 4))
+    for options in ({"mask": PrefixLM(True)}, {"mask": Segments(True)}, {"segment_ids": True}):
+        for call in (cupyflash.attention, cupyflash.explain):
+            with pytest.raises(InvalidType, match=r"must be an array of .*, got bool"):
+                call(q, k, v, **options)
 
 
 def test_arrays_of_unknown_libraries_are_metadata_too() -> None:
