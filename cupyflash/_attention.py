@@ -93,7 +93,8 @@ def attention(
         One of `cupyflash.masks`, or several combined with ``&``; each has a diagonal of its own.
     segment_ids : integer array (batch, length) or pair of arrays, optional
         A query sees the keys of its own segment; a pair has the ids of queries and of keys, of one
-        dtype.
+        dtype. Ids may come in any order; where each segment is in one piece, blocks of keys of
+        others are left out.
     seqused_q, seqused_k : integer array (batch,), optional
         Lengths in use of each batch entry; what lies beyond never influences anything. On the host
         or on the GPU: values of the host are checked and copied, others are clipped to what is

@@ -216,6 +216,8 @@ def forward_sm90(
     # S 8192, full: 566 TFLOP/s (500 without turns).
     if "Softcap" in policies.score and tiles is HALF.get((128, 128)):
         tiles = dataclasses.replace(tiles, turns=True)
+    if "Segments" in policies.mask:  # three leave no registers to the warp that looks at ids
+        tiles = dataclasses.replace(tiles, consumers=2)
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time
         tiles = dataclasses.replace(tiles, block_k=tiles.block_k // DRAWN * DRAWN)
     return ForwardSm90(

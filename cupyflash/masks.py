@@ -317,7 +317,7 @@ class Segments(Mask):
     k: Any = field(default=None, compare=False)
 
     header: ClassVar[str] = "masks/segments.cuh"
-    cuda_bytes: ClassVar[int] = 48
+    cuda_bytes: ClassVar[int] = 56
     shapes: ClassVar[dict[str, tuple[str, ...]]] = {
         "q": ("batch", "len_q"),
         "k": ("batch", "len_k"),

@@ -71,6 +71,19 @@ class Policies:
         self.call(f"{name}_blocks", params, batch, 0, *lengths, block, answers)
         return answers
 
+    def look(
+        self, name: str, params: bytes, lengths: tuple[int, int], rows: tuple[int, int],
+        block: int, batch: int = 0,
+    ) -> tuple[range, bool, np.ndarray]:  # fmt: skip
+        """Return what a mask says that has looked at a range of queries.
+
+        The range of its keys, whether it is made of intervals, and which blocks of keys are whole.
+        """
+        answers = np.zeros(3 + -(-lengths[1] // block), np.int32)
+        self.call(f"{name}_look", params, batch, 0, *lengths, *rows, block, answers)
+        begin, end, intervals, *whole = answers.tolist()
+        return range(begin, end), bool(intervals), np.array(whole, bool)
+
     def apply(
         self, name: str, params: bytes, scores: np.ndarray, lengths: tuple[int, int],
         entry: tuple[int, int] = (0, 0), start: tuple[int, int] = (0, 0),

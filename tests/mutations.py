@@ -12,6 +12,7 @@ import numpy as np
 from cases import Case, Modified
 
 from cupyflash import _jit
+from cupyflash.masks import Segments
 
 WRONG = "wrong result"
 
@@ -19,6 +20,7 @@ KERNEL = "kernels/attention_fwd_sm80.cu"
 LOAD, FRAGMENT, SOFTMAX = "tile/load.cuh", "tile/fragment.cuh", "tile/softmax.cuh"
 TILE, TYPES, WORK, BAND = "tile/smem.cuh", "tile/types.cuh", "tile/work.cuh", "masks/band.cuh"
 PLACE, DROP = "tile/place.cuh", "tile/drop.cuh"
+SEGMENTS, TEAM = "masks/segments.cuh", "tile/team.cuh"
 
 
 def case(len_q: int, len_k: int, dims: Any = 64, dtype: str = "float16", **options: Any) -> Case:
@@ -39,6 +41,18 @@ class Falling(Modified):
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the call."""
         return super().options | {"cu_seqlens_q": np.array([200, 260, 0, 190])}
+
+
+class Documents(Modified):
+    """Ids that come again, or differ in their high halves alone, and end beside ends of blocks."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        other = 5 + 2**32
+        q = np.repeat([5, other], [150, self.len_q - 150])
+        k = np.repeat([5, other, 5], [63, 66, self.len_k - 129])
+        return super().options | {"mask": Segments(q, k)}
 
 
 FALLING = Falling.varlen(
@@ -72,6 +86,7 @@ PROBLEMS = {
     "fp32, dropout": modified("dropout", dims=(192, 192), dtype="float32"),
     "sink": modified("sink", causal=True),
     "bounds that fall": FALLING,
+    "documents": Documents(300, 200, 64, 64, "float16", heads_q=2, heads_k=1),
     "packed": Modified.varlen(
         ((70, 90), (0, 3), (150, 40), (5, 9)), 64, 64, "float16", heads_q=2, heads_k=1, tail=150
     ),
@@ -103,6 +118,7 @@ def edited(root: Path, edits: Iterable[tuple[str, str, str]]) -> Path:
 
 
 IN_FLIGHT = "into which a copy is in flight"
+NOWHERE = "which is in no allocation"
 NO_BARRIER = "and no barrier stands between"
 TWO_COPIES = "into which a copy is in flight"
 AT_ANOTHER = "barrier, while other threads are at the barrier of"
@@ -363,5 +379,28 @@ MODIFIERS = (
     Mutation("the search looks at one lane's place", WORK,
         "best = other > best ? other : best;", "best = best;", "packed", "have exited"),
 )
+DOCUMENTS = (
+    Mutation("the first key of a document is passed over", SEGMENTS,
+        "seen.add(k, k + 1,", "seen.add(k + 1, k + 2,", "documents", WRONG),
+    Mutation("the last key of a document is passed over", SEGMENTS,
+        "word[1] = any ? k_end : word[1]", "word[1] = any ? k_end - 1 : word[1]",
+        "documents", WRONG),
+    Mutation("ids are equal if their low halves are", SEGMENTS,
+        "(BYTES < 8 || differ() || id == one)", "true", "documents", WRONG),
+    Mutation("a document is whole that comes again", SEGMENTS,
+        "return matching == end - begin;", "return matching >= 0;", "documents", WRONG),
+    Mutation("queries of several documents see the keys of all", SEGMENTS,
+        "ids.differ() ? -1 : static", "static", "documents", WRONG),
+    Mutation("a block goes by what its first warp has found", TEAM,
+        "warp < WARPS", "warp < 1", "documents", WRONG),
+    Mutation("warps read what others have not told", TEAM,
+        "    ptx::barrier();  // every warp has told what it found\n", "", "documents", NO_BARRIER),
+    Mutation("warps tell over what others still read", TEAM,
+        "    ptx::barrier();  // every warp has read it\n", "", "documents", NO_BARRIER),
+    Mutation("warps look with a mask that is not made", KERNEL,
+        "  ptx::barrier();  // thread 0 has made the mask\n", "", "documents", NOWHERE),
+    Mutation("warps walk before it is noted what they found", KERNEL,
+        "  ptx::barrier();  // thread 0 has noted what they found\n", "", "documents", NO_BARRIER),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS
+ALL = DOCUMENTS + SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS

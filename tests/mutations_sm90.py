@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 from cases import Case, Modified
-from mutations import FALLING, WRONG, Mutation, case
+from mutations import FALLING, NOWHERE, TEAM, WRONG, Documents, Mutation, case
 
 from cupyflash._tuning_sm90 import Tiles
 
@@ -86,6 +86,7 @@ PROBLEMS = {
     "fp8, scores below 0": case(
         200, 200, 64, "float8_e4m3fn", softmax_scale=50.0, window_size=(3, 0)
     ),
+    "documents": Documents(400, 200, 64, 64, "float16", heads_q=3, heads_k=1),
     "fp8, turns": case(270, 300, 128, "float8_e4m3fn"),
 }
 # Of the problems that are too small for the tile table's to show a fault.
@@ -470,7 +471,8 @@ MODIFIERS = (
     Mutation("tiles are those of the sequence before", PRODUCER,
         "        tiles_begin = tiles_end;\n", "", "packed", "a store of 4 bytes at lse -"),
     Mutation("all tiles have the modifiers of one", PRODUCER,
-        "kept.modifiers[announced % TILES]", "kept.modifiers[0]", "many sequences", NO_BARRIER),
+        "kept.modifiers[announced % TILES] = ", "kept.modifiers[0] = ", "many sequences",
+        NO_BARRIER),
     Mutation("neighbouring columns share a draw", SCORES,
         "n / 2 * 32 + n % 2, bits", "n / 2 * 32, bits", "dropout", WRONG),
     Mutation("halves of a draw change places", SCORES,
@@ -499,5 +501,16 @@ MODIFIERS = (
     Mutation("a row that sees no key has no sink", CONSUMER,
         "store_lse(at, row, sink.logit)", "store_lse(at, row, -INFINITE)", "sink", WRONG),
 )
+SCOUT = (
+    Mutation("the scout does not wait until its tile is taken", PRODUCER,
+        "        sight.wait_empty(shared.sight.ring);\n", "", "documents", NO_BARRIER),
+    Mutation("the producer does not wait for the scout", PRODUCER,
+        "      sight.wait_full(shared.sight.ring);\n", "", "documents", NO_BARRIER),
+    Mutation("the scout looks with a mask that is not made", PRODUCER,
+        "        ptx::warp_barrier();  // the first lane has made them\n", "", "documents",
+        NOWHERE),
+    Mutation("the scout notes what it finds while it still looks", TEAM,
+        "    ptx::warp_barrier();\n", "", "documents", NO_BARRIER),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS
+ALL = SCOUT + SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + MODIFIERS

@@ -42,6 +42,24 @@ void blocks(const Mask &mask, int len_q, int len_k, int block, int *answers) {
     }
 }
 
+// One thread that looks alone.
+struct Alone {
+  static constexpr int SIZE = 1;
+  static int index() { return 0; }
+  template <class Found>
+  static void join(Found &) {}
+};
+
+// Of masks that have looked at a block of queries: its keys and whether they are intervals, and of each block of keys
+// whether it is whole.
+template <class Mask>
+void looks(Mask mask, int len_k, int q, int q_end, int block, int *answers) {
+  look(mask, q, q_end, Alone());
+  const Range keys = mask.keys(q, q_end);
+  for (int answer : {keys.begin, keys.end, int{intervals(mask)}}) *answers++ = answer;
+  for (int k = 0; k < len_k; k += block) *answers++ = mask.whole(q, q_end, k, min(k + block, len_k));
+}
+
 #define MASK(NAME, ...)                                                                                               \
   static_assert(MaskPolicy<__VA_ARGS__>);                                                                             \
   EXPORT size_t NAME##_bytes() { return sizeof(__VA_ARGS__); }                                                        \
@@ -53,6 +71,11 @@ void blocks(const Mask &mask, int len_q, int len_k, int block, int *answers) {
   }                                                                                                                   \
   EXPORT void NAME##_blocks(const void *params, int batch, int head, int len_q, int len_k, int block, int *answers) { \
     blocks(__VA_ARGS__(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k), len_q, len_k, block, answers);    \
+  }                                                                                                                   \
+  EXPORT bool NAME##_looks() { return LOOKS<__VA_ARGS__>; }                                                           \
+  EXPORT void NAME##_look(const void *params, int batch, int head, int len_q, int len_k, int q, int q_end, int block, \
+                          int *answers) {                                                                             \
+    looks(__VA_ARGS__(as<__VA_ARGS__::Params>(params), batch, head, len_q, len_k), len_k, q, q_end, block, answers);  \
   }
 
 using Window = Band<true, true>;
@@ -68,6 +91,8 @@ MASK(Segments8, Segments<8>)
 MASK(DenseMask, DenseMask)
 MASK(AllOfOne, All<PrefixLM>)
 MASK(AllOfTwo, All<Window, PrefixLM>)
+MASK(CausalDocuments, All<Band<false, true>, Segments<4>>)
+MASK(TwoDocuments, All<Segments<4>, Band<false, true>, Segments<1>>)
 MASK(AllOfFour, All<Window, PrefixLM, Segments<8>, DenseMask>)
 
 #define SCORE(NAME, ...)                                                                                          \

@@ -174,6 +174,7 @@ def modified_gate() -> list[Any]:
     single = itertools.product((64, 96, 192, 256), ("dropout", "softcap", "bias", "packed"))
     hopper += [(90, "bfloat16", head_dim, (name,)) for head_dim, name in single]
     hopper += [(90, "bfloat16", 256, (name,)) for name in ("used", "alibi")]
+    hopper += [(90, "bfloat16", head_dim, ("segments",)) for head_dim in (64, 256)]
     quick = itertools.product(("softcap", "alibi"), (64, 128, 256))
     hopper += [(90, "bfloat16", head_dim, (name, "packed")) for name, head_dim in quick]
     return [

@@ -197,6 +197,114 @@ def test_segments_of_strided_and_broadcast_ids(library: Policies, rng: np.random
             assert_answers(library, "Segments2", segment_params(q, k), dense, exact=False, batch=b)
 
 
+def test_only_masks_that_go_by_ids_look(library: Policies) -> None:
+    names = ("Causal", "PrefixLM", "DenseMask", "AllOfTwo", "Segments1", "AllOfFour")
+    looks = [bool(library.size(f"{name}_looks") & 1) for name in names]
+    assert looks == [False] * 4 + [True] * 2
+
+
+def assert_looks(
+    library: Policies, name: str, params: bytes, dense: np.ndarray, rows: tuple[int, int],
+    *, exact: bool, block: int = 4, batch: int = 0,
+) -> None:  # fmt: skip
+    """Assert that what a mask says after a look at some rows is true of them, or exactly so."""
+    keys, intervals, whole = library.look(name, params, dense.shape, rows, block, batch)
+    pairs, about = dense[slice(*rows)], f"{name}, {dense.shape}, {rows}"
+    assert_range(pairs.any(axis=0), keys.start, keys.stop, exact, about)
+    j = np.arange(dense.shape[1])
+    for k, said in zip(range(0, dense.shape[1], block), whole, strict=True):
+        kept = pairs[:, k : k + block].all()
+        assert said == kept if exact and intervals else kept or not said, about
+    if intervals and name.startswith("Segments"):
+        assert (pairs == ((j >= keys.start) & (j < keys.stop))).all(), about
+    if exact and name.startswith("Segments"):
+        alike = (pairs == pairs[0]).all() and pairs[0].any()
+        assert not alike or intervals, about
+
+
+# Ids of documents in one piece each; of other orders; what they are called.
+DOCUMENTS = {
+    "rising": lambda rng, n: np.sort(rng.integers(0, 5, n)),
+    "around 0": lambda rng, n: np.sort(rng.integers(-3, 3, n)),
+    "falling": lambda rng, n: 9 - np.sort(rng.integers(0, 5, n)),
+    "in any order": lambda rng, n: rng.permutation(6)[np.sort(rng.integers(0, 6, n))],
+    "one": lambda rng, n: np.full(n, -7),
+    "each its own": lambda rng, n: np.arange(n) - 4,
+    "again": lambda rng, n: np.sort(rng.integers(0, 6, n)) % 2,
+    "scattered": lambda rng, n: rng.integers(-2, 3, n),
+    "far apart": lambda rng, n: rng.integers(0, 3, n) * 32,
+}  # fmt: skip
+IN_PIECES = tuple(DOCUMENTS)[:6]
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_a_look_finds_the_keys_of_documents(
+    library: Policies, rng: np.random.Generator, kind: str
+) -> None:
+    """Exactly those from the first to the last that is seen, if a document is in one piece."""
+    for width, _ in itertools.product((1, 2, 4, 8), range(6)):
+        n = int(rng.integers(1, rng.choice([20, 300])))
+        ids = DOCUMENTS[kind](rng, n).astype(f"i{width}")[None]
+        queries = ids[:, int(rng.integers(0, n)) :]
+        dense = queries[0][:, None] == ids[0]
+        for rows in itertools.pairwise(sorted({0, *rng.integers(0, len(dense), 3).tolist()})):
+            exact = kind in IN_PIECES
+            params = segment_params(queries, ids)
+            assert_looks(library, f"Segments{width}", params, dense, rows, exact=exact)
+
+
+def test_a_look_takes_ids_for_equal_only_if_all_their_bits_are(library: Policies) -> None:
+    ids = np.array([[5, 5, 5 + 2**32, 5 - 2**63, 5, 5]])
+    for rows in ((0, 1), (0, 2), (0, 3), (2, 3), (3, 5), (0, 6)):
+        dense = ids[0][:, None] == ids[0]
+        params = segment_params(ids, ids)
+        assert_looks(library, "Segments8", params, dense, rows, exact=False, block=1)
+    assert library.look("Segments8", params, (6, 6), (2, 3), 1)[:2] == (range(2, 3), True)
+    assert not library.look("Segments8", params, (6, 6), (0, 2), 1)[1]
+
+
+@pytest.mark.parametrize("extents", [(3, 4), (1, 1), (3, 0), (0, 4)], ids=str)
+def test_a_look_goes_on_where_arrays_of_ids_end(
+    library: Policies, rng: np.random.Generator, extents: tuple[int, int]
+) -> None:
+    """Their last id is that of all positions beyond; none of those is read."""
+    lengths = (6, 9)
+    for _ in range(20):
+        q, k = (
+            inner(rng, np.sort(rng.integers(0, 3, (1, extent or n))), 7)
+            for extent, n in zip(extents, lengths, strict=True)
+        )
+        dense = clamped(q[0][:, None] == k[0], *lengths)
+        for rows in ((0, 2), (2, 6), (4, 5), (0, 6)):
+            params = segment_params(q, k, extents)
+            assert_looks(library, "Segments8", params, dense, rows, exact=True)
+
+
+def test_a_look_joins_what_the_parts_of_a_mask_say(
+    library: Policies, rng: np.random.Generator
+) -> None:
+    for _ in range(40):
+        n = int(rng.integers(2, 40))
+        ids = np.sort(rng.integers(0, 4, (2, n))).astype(np.int32)
+        params = band_params(Band(right=0), n, n) + segment_params(ids, ids)
+        b, first = int(rng.integers(0, 2)), int(rng.integers(0, n))
+        rows = first, min(n, first + int(rng.integers(1, 8)))
+        dense = (ids[b][:, None] == ids[b]) & Band(right=0).dense(n, n)
+        assert_looks(library, "CausalDocuments", params, dense, rows, exact=True, batch=b)
+        _, intervals, _ = library.look("CausalDocuments", params, (n, n), rows, 4, b)
+        assert intervals == (ids[b, rows[0]] == ids[b, rows[1] - 1])
+
+        more = np.sort(rng.integers(0, 3, (2, n))).astype(np.int8)
+        params = segment_params(ids, ids) + params[: BAND.size] + segment_params(more, more)
+        both = dense & (more[b][:, None] == more[b])
+        assert_looks(library, "TwoDocuments", params, both, rows, exact=False, batch=b)
+        keys, intervals, _ = library.look("TwoDocuments", params, (n, n), rows, 4, b)
+        alike = all(x[b, rows[0]] == x[b, rows[1] - 1] for x in (ids, more))
+        assert intervals == alike
+        seen = np.flatnonzero(both[slice(*rows)].any(axis=0))
+        assert not alike or (keys.start, keys.stop) == (seen[0], seen[-1] + 1)
+
+
 def inner(rng: np.random.Generator, x: np.ndarray, outside: Any) -> np.ndarray:
     """Return x in the midst of other values."""
     storage = np.full([n + 4 for n in x.shape], outside, x.dtype)

@@ -16,6 +16,7 @@
 #include "tile/place.cuh"
 #include "tile/sink.cuh"
 #include "tile/softmax.cuh"
+#include "tile/team.cuh"
 
 namespace forward {
 
@@ -216,13 +217,23 @@ struct Walk {
   int first, last;
 };
 
+// The range of keys that queries of a tile see. A mask that looks at ids does it in shared memory.
+DEVICE Range keys_of(Shared &shared, const Mask &mask, int q, int q_end) {
+  if constexpr (!LOOKS<Mask>) return mask.keys(q, q_end);
+  if (threadIdx.x == 0) shared.mask = mask;
+  ptx::barrier();  // thread 0 has made the mask
+  look(shared.mask, q, q_end, WholeBlock<Config::WARPS>{reinterpret_cast<u32 *>(&shared.in)});
+  ptx::barrier();  // thread 0 has noted what they found
+  return shared.mask.keys(q, q_end);
+}
+
 // Tells the block where its tile is, and starts its first copies.
 DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
   const u32 thread = threadIdx.x;
   const int head_k = place.head / (p.heads_q / p.heads_k);
   const Mask mask(p.mask, place.batch, place.head, place.q.length, place.k.length);
   const int q_begin = place.q_begin, q_end = min(q_begin + BLOCK_Q, place.q.length);
-  const Range keys = mask.keys(q_begin, q_end);
+  const Range keys = keys_of(shared, mask, q_begin, q_end);
   const int first = keys.begin / BLOCK_K * BLOCK_K;
   const int last = keys.end > keys.begin ? (keys.end - 1) / BLOCK_K * BLOCK_K : first - BLOCK_K;
 
@@ -231,7 +242,7 @@ DEVICE Walk begin(const Params &p, Shared &shared, const Place &place) {
     shared.k = p.k + start_of<Sequences>(place.k, place.batch, p.k_batch, p.k_row) + head_k * p.k_head;
     shared.v = p.v + start_of<Sequences>(place.k, place.batch, p.v_batch, p.v_row) + head_k * p.v_head;
     shared.first_key = first;
-    shared.mask = mask;
+    if (!LOOKS<Mask>) shared.mask = mask;
   }
   ptx::barrier();  // thread 0 has written what the loads and the loop read
   const Element *q =

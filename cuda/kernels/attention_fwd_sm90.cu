@@ -20,7 +20,8 @@ template <int CONSUMERS>
 struct Registers;
 template <>
 struct Registers<2> {
-  static constexpr int PRODUCER = FP8 || VARIES || !PLAIN ? 40 : 24, CONSUMER = FP8 || VARIES || !PLAIN ? 232 : 240;
+  static constexpr int PRODUCER = LOOKS<Mask> ? 56 : FP8 || VARIES || !PLAIN ? 40 : 24;
+  static constexpr int CONSUMER = (504 - PRODUCER) / 16 * 8;
 };
 template <>
 struct Registers<3> {
@@ -35,6 +36,7 @@ DEVICE void attend(const Params &p, Shared &shared) {
     shared.v_ring.init(4 * CONSUMERS, FP8 ? TRANSPOSERS : 1);
     shared.landing.init(TRANSPOSERS);
     shared.tail.init();
+    shared.sight.init();
     ptx::fence_mbarrier_init();
   }
   ptx::barrier();  // the barriers are made
@@ -43,6 +45,8 @@ DEVICE void attend(const Params &p, Shared &shared) {
     const int warp = ptx::uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
       if (ptx::elect()) Producer(p, shared).run();
+    } else if (LOOKS<Mask> && warp == 3) {
+      Scout(p).run(shared);
     } else if (FP8) {
       transpose_v(shared, warp - 1);
     } else if (warp == 1) {

@@ -24,6 +24,13 @@ struct All {
   }
   DEVICE bool keep(int q, int k) const { return first.keep(q, k) & others.keep(q, k); }
 
+  template <class Team>
+  DEVICE void look(int q, int q_end, Range keys, const Team &team) {
+    if constexpr (LOOKS<First>) first.look(q, q_end, keys, team);
+    if constexpr (LOOKS<All<Others...>>) others.look(q, q_end, keys, team);
+  }
+  DEVICE bool intervals() const { return ::intervals(first) && ::intervals(others); }
+
  private:
   DEVICE static Range common(const Range &a, const Range &b) {
     return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
@@ -34,3 +41,6 @@ template <class Mask>
 struct All<Mask> : Mask {
   using Mask::Mask;
 };
+
+template <class... Masks>
+constexpr bool LOOKS<All<Masks...>> = (LOOKS<Masks> || ...);

@@ -19,6 +19,29 @@ concept MaskPolicy = requires(const Mask &mask, int i) {
   bool(Mask::INTERVALS);         // a query sees every key of keys(q, q + 1): no pair needs to be asked about
 };
 
+// Whether ids decide, so that only a look at them tells which keys some queries see. Such a mask has
+//   look(q, q_end, keys, team): all threads of a team (tile/team.cuh), which share the mask, look which of a range of
+//   keys are seen by the queries [q, q_end), of which alone it is asked from then on; the first thread notes it there;
+//   intervals(): what INTERVALS is of the others, as far as the look has told.
+template <class Mask>
+constexpr bool LOOKS = false;
+
+template <class Mask, class Team>
+DEVICE void look(Mask &mask, int q, int q_end, const Team &team) {
+  if constexpr (LOOKS<Mask>) {
+    if (q < q_end) mask.look(q, q_end, mask.keys(q, q_end), team);
+  }
+}
+
+template <class Mask>
+DEVICE bool intervals(const Mask &mask) {
+  if constexpr (LOOKS<Mask>) {
+    return mask.intervals();
+  } else {
+    return Mask::INTERVALS;
+  }
+}
+
 // How many bounds the interval of keys has that a query sees, beside the first key and the last; 0 of other masks.
 template <class Mask>
 constexpr int BOUNDS = 0;

@@ -1,8 +1,9 @@
-// The producer warpgroup of attention_fwd_sm90: one thread loads; for 8-bit elements three warps transpose V, and where
-// sequences vary one warp clears what V holds beyond them.
+// The producer warpgroup of attention_fwd_sm90: one thread loads; for 8-bit elements warps transpose V, where sequences
+// vary one clears what V holds beyond them, and one looks at the ids that a mask goes by.
 #pragma once
 #include "ptx/atomic.cuh"
 #include "roles/forward_sm90.cuh"
+#include "tile/team.cuh"
 #include "tile/work.cuh"
 
 namespace forward {
@@ -12,24 +13,88 @@ struct Block {
   int row, head, batch, rows;
 };
 
-// The producer: for each tile Q, then K and V of its blocks, V one block behind K as the consumers take them.
-struct Producer {
+// Finds the tiles of a block.
+struct Finder {
   const Params &p;
+  int sequence = -1, tiles_begin = 0, tiles_end = 0;  // the packed sequence of the last tile, and its tiles
+  Span span;
+
+  DEVICE explicit Finder(const Params &p) : p(p) {}
+
+  // The number of the tile after one.
+  DEVICE int after(int number) const {
+    return p.tickets ? gridDim.x + ptx::atomic_add(p.tickets, 1) : number + gridDim.x;
+  }
+
+  // Finds the tile of a number, of those that only grow; false after the last. Tiles of packed sequences are numbered
+  // sequence after sequence, the rows of none at the end.
+  template <class Tile>
+  DEVICE bool find(int number, Tile &tile) {
+    if constexpr (PACKED) {
+      while (number >= tiles_end) {
+        if (++sequence > p.batch + 1) return false;
+        span = Sequences::queries(p.sequences, sequence, p.batch, p.len_q);
+        tiles_begin = tiles_end;
+        tiles_end += tiles_of(span.extent) * p.heads_q;
+      }
+      const Work work(number - tiles_begin, tiles_of(span.extent), p.heads_q, 1, p.group);
+      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = min(sequence, p.batch - 1);
+      tile.q = span;
+      tile.of_none = sequence >= p.batch;
+      tile.k = tile.of_none ? Span{} : Sequences::keys(p.sequences, sequence, p.len_k);
+    } else {
+      const int tiles = tiles_of(p.len_q);
+      if (number >= tiles * p.heads_q * p.batch) return false;
+      const Work work(number, tiles, p.heads_q, p.batch, p.group);
+      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = work.batch;
+      if constexpr (VARIES) {
+        tile.q = Sequences::queries(p.sequences, work.batch, p.batch, p.len_q);
+        tile.k = Sequences::keys(p.sequences, work.batch, p.len_k);
+      }
+    }
+    return true;
+  }
+};
+
+// The producer: for each tile Q, then K and V of its blocks, V one block behind K as the consumers take them.
+struct Producer : Finder {
   Shared &shared;
   Cursor<Q_BUFFERS> q;
   Cursor<K_STAGES> k;
   Cursor<FP8 ? LANDINGS : V_STAGES> v;
-  Cursor<1> tail;
+  Cursor<1> tail, sight;
   u32 announced = 0;
-  int sequence = -1, tiles_begin = 0, tiles_end = 0;  // the packed sequence of the last tile, and its tiles
-  Span span;
 
-  DEVICE Producer(const Params &p, Shared &shared) : p(p), shared(shared) {}
+  DEVICE Producer(const Params &p, Shared &shared) : Finder(p), shared(shared) {}
 
+  // Leaves a tile's modifiers to the consumers; where there is a scout it has, and may go on to the next tile.
   template <class S>
   DEVICE void keep(S &shared, const Tile &tile) {
-    if constexpr (!PLAIN) {
+    if constexpr (LOOKS<Mask>) {
+      ptx::mbarrier_arrive(sight.empty(shared.sight.ring));
+      sight.advance();
+    } else if constexpr (!PLAIN) {
       if (tile.last >= tile.first) shared.kept.modifiers[announced % TILES] = Modifiers(p, tile);
+    }
+  }
+
+  // The tile of a number, or the one that the scout has found; false after the last.
+  template <class S>
+  DEVICE bool next(S &shared, int number, Tile &tile) {
+    if constexpr (LOOKS<Mask>) {
+      sight.wait_full(shared.sight.ring);
+      tile = shared.sight.tile;
+      return tile.row != NONE;
+    } else {
+      return find(number, tile);
+    }
+  }
+  template <class S>
+  DEVICE Mask mask_of(S &shared, const Tile &tile) const {
+    if constexpr (LOOKS<Mask>) {
+      return shared.kept.modifiers[announced % TILES].mask;
+    } else {
+      return Modifiers(p, tile).mask;
     }
   }
 
@@ -127,35 +192,6 @@ struct Producer {
     }
   }
 
-  // Finds the tile of a number, of those that only grow; false after the last. Tiles of packed sequences are numbered
-  // sequence after sequence, the rows of none at the end.
-  template <class Tile>
-  DEVICE bool find(int number, Tile &tile) {
-    if constexpr (PACKED) {
-      while (number >= tiles_end) {
-        if (++sequence > p.batch + 1) return false;
-        span = Sequences::queries(p.sequences, sequence, p.batch, p.len_q);
-        tiles_begin = tiles_end;
-        tiles_end += tiles_of(span.extent) * p.heads_q;
-      }
-      const Work work(number - tiles_begin, tiles_of(span.extent), p.heads_q, 1, p.group);
-      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = min(sequence, p.batch - 1);
-      tile.q = span;
-      tile.of_none = sequence >= p.batch;
-      tile.k = tile.of_none ? Span{} : Sequences::keys(p.sequences, sequence, p.len_k);
-    } else {
-      const int tiles = tiles_of(p.len_q);
-      if (number >= tiles * p.heads_q * p.batch) return false;
-      const Work work(number, tiles, p.heads_q, p.batch, p.group);
-      tile.row = work.tile * BLOCK_Q, tile.head = work.head, tile.batch = work.batch;
-      if constexpr (VARIES) {
-        tile.q = Sequences::queries(p.sequences, work.batch, p.batch, p.len_q);
-        tile.k = Sequences::keys(p.sequences, work.batch, p.len_k);
-      }
-    }
-    return true;
-  }
-
   DEVICE void run() {
     Block late = {NONE};  // the V that follows the next K
     const auto catch_up = [&] {
@@ -163,11 +199,11 @@ struct Producer {
       late.row = NONE;
     };
     Tile tile;
-    for (int number = blockIdx.x, next; find(number, tile); number = next) {
-      next = p.tickets ? gridDim.x + ptx::atomic_add(p.tickets, 1) : number + gridDim.x;
+    for (int number = blockIdx.x, following; next(shared, number, tile); number = following) {
+      following = LOOKS<Mask> ? 0 : after(number);
       const int head = tile.head / (p.heads_q / p.heads_k);
       describe(tile, head);
-      walk_of(p, tile, Modifiers(p, tile).mask, tile.row, BLOCK_Q, tile.last, tile.first);
+      walk_of(p, tile, mask_of(shared, tile), tile.row, BLOCK_Q, tile.last, tile.first);
       const bool empty = tile.last < tile.first;
       if (Q_BUFFERS > 1 || empty) announce(tile);
       if (empty) catch_up();
@@ -178,6 +214,7 @@ struct Producer {
         if (Q_BUFFERS == 1 && key == tile.last) announce(tile);  // its Q waits longest for its room
         late = block;
       }
+      if (LOOKS<Mask>) catch_up();  // the scout may still look
     }
     tile = {};
     tile.row = NONE, tile.last = -1;
@@ -185,6 +222,35 @@ struct Producer {
     catch_up();
     end_v(shared);
     if (p.tickets && ptx::atomic_inc(p.tickets + 1, gridDim.x - 1) == gridDim.x - 1) p.tickets[0] = 0;
+  }
+};
+
+// A warp that draws tiles and makes the modifiers of each, whose mask looks at ids, while the producer loads for the
+// one before. When it has announced that, no consumer needs the modifiers of more than two others any more.
+struct Scout : Finder {
+  using Finder::Finder;
+
+  template <class S>
+  DEVICE void run(S &shared) {
+    if constexpr (LOOKS<Mask>) {
+      Cursor<1> sight;
+      Tile tile;
+      int number = blockIdx.x;
+      for (u32 found = 0; find(number, tile); ++found) {
+        Modifiers &modifiers = shared.kept.modifiers[found % TILES];
+        if (ptx::lane() == 0) shared.sight.tile = tile, modifiers = Modifiers(p, tile);
+        ptx::warp_barrier();  // the first lane has made them
+        look(modifiers.mask, tile.row, min(tile.row + BLOCK_Q, len_q(p, tile)), OneWarp());
+        if (ptx::lane() == 0) ptx::mbarrier_arrive(sight.full(shared.sight.ring));
+        sight.advance();
+        sight.wait_empty(shared.sight.ring);
+        number = ptx::uniform(ptx::lane() ? 0 : after(number));
+      }
+      if (ptx::lane() == 0) {
+        shared.sight.tile.row = NONE;
+        ptx::mbarrier_arrive(sight.full(shared.sight.ring));
+      }
+    }
   }
 };
 

@@ -61,7 +61,8 @@ struct Params {
 using Queries = Panels<Element, 64, HEAD_DIM>;  // of one consumer
 using Keys = Panels<Element, BLOCK_K, HEAD_DIM>;
 using Values = Wgmma<T>::template Values<BLOCK_K, HEAD_DIM_V>;
-constexpr int TRANSPOSERS = 3;  // warps of the producer that transpose V of 8-bit elements
+// Warps of the producer that transpose V of 8-bit elements, beside the scout if there is one.
+constexpr int TRANSPOSERS = LOOKS<Mask> ? 2 : 3;
 
 // A tile of the output, as the producer announces it: its first row, and the key blocks that some rows of it see, from
 // the one at key `last` down to the one at key `first`.
@@ -143,6 +144,19 @@ struct Tail<true> {
   DEVICE void init() { ring.init(1); }
 };
 
+// The tile that the scout has found, of row NONE after the last.
+template <bool EXISTS>
+struct Sight {
+  DEVICE void init() {}
+};
+template <>
+struct Sight<true> {
+  Ring<1> ring;
+  Tile tile;
+
+  DEVICE void init() { ring.init(1); }
+};
+
 // The modifiers of the tiles, kept here where they are more than a mask: S, P and O leave no registers for them.
 template <bool EXISTS>
 struct Kept {};
@@ -161,6 +175,7 @@ struct Shared {
   Ring<V_STAGES> v_ring;
   Tile tile[TILES];  // the i-th tile of this block is at i % TILES
   Tail<VARIES && !FP8> tail;
+  Sight<LOOKS<Mask>> sight;
   Kept<!PLAIN> kept;
 };
 
@@ -168,7 +183,7 @@ static_assert(sizeof(Shared) == Config::SMEM_BYTES, "the host computes the same 
 static_assert(sizeof(Params) == Config::PARAMS_BYTES, "the host packs the same struct");
 static_assert(MaskPolicy<Mask>, "a mask answers the four questions of masks/mask.cuh");
 static_assert(ScorePolicy<Score>, "a score modifier is as scores/score.cuh says");
-static_assert(V_STAGES + LANDINGS >= ((CONSUMERS - 1) * 64 + BLOCK_K - 1) / BLOCK_K + (Q_BUFFERS == 1),
+static_assert(V_STAGES + LANDINGS >= ((CONSUMERS - 1) * 64 + BLOCK_K - 1) / BLOCK_K + (Q_BUFFERS == 1 || LOOKS<Mask>),
               "else consumers that see other blocks than each other wait for each other");
 
 // The key blocks that rows of a tile see.
