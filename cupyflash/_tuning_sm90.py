@@ -31,7 +31,7 @@ class Tiles:
     q_buffers: int  # 2: the next tile's Q is loaded while this one is computed
     turns: bool = False  # consumers issue their products in turn; of 8 bits, they weigh in turn
     landings: int = 0  # blocks of V that wait to be transposed; 8-bit elements only
-    promoted: bool = False  # O is summed in fp32 registers, block by block; 8-bit elements only
+    parts: int = 1  # in which a product is added to O in fp32; 8-bit elements only
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ForwardSm90:
     q_buffers: int
     turns: bool
     landings: int
-    promoted: bool
+    parts: int
     params_bytes: int
     smem_bytes: int
 
@@ -93,18 +93,13 @@ HALF: Table = {
 }
 
 # 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
-# Where tensor cores sum O, rows of 8192 and 65536 keys come out 14 % and 51 % too small if V has
-# one sign, in FlashAttention-3 as here; promoted, 0.14 % at head dims 64 and 128. Head dim
-# 256 leaves no registers for it. TFLOP/s at S 8192 full and causal, as above.
+# TFLOP/s at S 8192 full and causal, as above.
 EIGHT: Table = {
-    (64, 64): Tiles(96, 3, 4, 3, 1, landings=3, promoted=True),  # 554 522
-    # 850 810 (without turns 812 780)
-    (128, 128): Tiles(128, 2, 3, 3, 1, landings=2, promoted=True, turns=True),
-    (256, 256): Tiles(96, 2, 2, 2, 1, landings=2),  # 1042 962 (turns 968)
-}
-# Where no length varies and nothing acts on the scores but a small mask: else these spill.
-EIGHT_ALONE: Table = {
-    (64, 64): Tiles(128, 3, 4, 3, 1, landings=3, promoted=True),  # 600 569 (turns 512)
+    (64, 64): Tiles(192, 3, 3, 3, 2, landings=2),  # 671 631 (160 keys 593 573, 128 586 556)
+    # 930 895 (without turns 875 834; 2 consumers, 224 keys 866 826)
+    (128, 128): Tiles(128, 3, 3, 3, 2, landings=3, turns=True, parts=2),
+    # 1041 981 (without turns 1025 940; 8 parts 973 906)
+    (256, 256): Tiles(128, 2, 2, 2, 1, landings=2, turns=True, parts=4),
 }
 # Where registers also hold what several modifiers, a bias or a mask of arrays need.
 HALF_HEAVY: Table = {
@@ -116,10 +111,9 @@ HALF_HEAVY: Table = {
     (192, 192): Tiles(32, 2, 4, 4, 1),
     (256, 256): Tiles(32, 2, 4, 4, 1),
 }
-EIGHT_HEAVY: Table = {
-    (64, 64): Tiles(64, 2, 4, 3, 1, landings=3, promoted=True),
-    (128, 128): Tiles(64, 2, 3, 3, 1, landings=2, promoted=True),
-    (256, 256): Tiles(64, 2, 2, 2, 1, landings=2),
+EIGHT_HEAVY: Table = EIGHT | {
+    (64, 64): Tiles(160, 3, 3, 3, 2, landings=2),
+    (128, 128): Tiles(96, 3, 3, 3, 2, landings=3, turns=True, parts=2),
 }
 TYPES = {
     "float16": "Float16",
@@ -161,8 +155,10 @@ def count(policies: Policies) -> int:
 
 def _is_heavy(policies: Policies, head_dim: int, *, eight: bool) -> bool:
     """Return whether the policies of a kernel need registers that larger tiles do not leave."""
-    # Scores that are modified quickly, which the kernel does up to head dim 128 in 16 bits.
-    limit = 0 if eight else {"Softcap": 128, "Alibi": 64}.get(policies.score, 0)
+    if eight:
+        return policies.mask_bytes > SMALL_MASK or count(policies) > 1
+    # Scores that are modified quickly, which the kernel does up to head dim 128.
+    limit = {"Softcap": 128, "Alibi": 64}.get(policies.score, 0)
     if policies.sequences == "Packed" and head_dim <= limit:
         return True
     if count(policies) > 1:
@@ -206,12 +202,7 @@ def forward_sm90(
     light = policies.dropout == "KeepAll" and policies.mask_bytes <= SMALL_MASK
     plain = light and policies.score == "Identity"
     heavy = _is_heavy(policies, max(dims), eight=eight)
-    alone = plain and policies.sequences == "Dense"
-    if eight:
-        heavy |= not alone if dims == (128, 128) else not light
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
-    if eight and alone and policies.sink == "NoSink":
-        table = table | EIGHT_ALONE
     tiles = (short and table.get((*dims, True))) or table[dims]
     # S 8192, full: 566 TFLOP/s (500 without turns).
     if "Softcap" in policies.score and tiles is HALF.get((128, 128)):

@@ -68,15 +68,21 @@ BANDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_hopper_forward_kernel(dim: int, band: dict[str, Any]) -> None:
-    case = Case(251, 300, dim, dim, "float16", heads_q=2, heads_k=1, **band)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "band"),
+    [
+        *(("float16", dim, band) for dim in (64, 128) for band in BANDS),
+        *(("float8_e4m3fn", dim, BANDS[2]) for dim in (64, 256)),
+    ],
+    ids=str,
+)
+def test_the_hopper_forward_kernel(dtype: str, dim: int, band: dict[str, Any]) -> None:
+    case = Case(251, 300, dim, dim, dtype, heads_q=2, heads_k=1, **band)
     q, k, v = (x.host for x in case.arrays())
     with cupyflash.emulate() as session:
         cupyflash.attention(q, k, v, kernel=HOPPER, **case.options)
     config = cupyflash.explain(
-        len_q=251, len_k=300, heads_q=2, heads_k=1, head_dim=dim, dtype="float16", kernel=HOPPER,
+        len_q=251, len_k=300, heads_q=2, heads_k=1, head_dim=dim, dtype=dtype, kernel=HOPPER,
         arch=90, **case.options,
     ).config  # fmt: skip
     block_k, block_q = config["block_k"], 64 * config["consumers"]
@@ -92,10 +98,13 @@ def test_the_hopper_forward_kernel(dim: int, band: dict[str, Any]) -> None:
     keys = sum(min(block_k, 300 - k) for found in tiles.values() for k in found)
     asked = sum(bool(found) for found in tiles.values())
     loaded = sum(map(len, tiles.values()))
-    assert got.tiles_loaded_bytes == 2 * (asked * block_q + 2 * loaded * block_k) * dim * 2
-    assert got.global_read_bytes == 2 * (rows + 2 * keys) * dim * 2
+    size = q.itemsize
+    loaded_rows = 2 * (asked * block_q + 2 * loaded * block_k)
+    assert got.tiles_loaded_bytes == loaded_rows * max(dim * size, 128)  # of whole panels
+    assert got.global_read_bytes == 2 * (rows + 2 * keys) * dim * size
     assert got.global_written_bytes == 2 * 251 * dim * 2 + 4  # and the tickets are zeros again
-    assert got.wgmma == 2 * own * (dim // 16 + block_k // 16)  # S, then P V
+    deep = 32 // size  # of a product
+    assert got.wgmma == 2 * own * (dim // deep + config["parts"] * block_k // deep)  # S, then P V
 
 
 def counted(kernel: str, case: Case) -> dict[str, Stats]:

@@ -101,6 +101,10 @@ TILINGS = {
     "few slots": Tiles(48, 3, 1, 3, 2),
     "many slots": Tiles(16, 3, 9, 9, 2),
 }
+TILINGS_OF_8_BITS = {
+    "turns of two, parts in pairs": Tiles(64, 2, 2, 2, 1, turns=True, landings=1, parts=4),
+    "turns of three, few slots": Tiles(64, 3, 1, 1, 2, turns=True, landings=1, parts=2),
+}
 
 
 def suites(generic: Iterable[Case], hopper: Iterable[Case]) -> pytest.MarkDecorator:
@@ -173,6 +177,14 @@ def test_other_tiles(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tuning_sm90, "HALF", {(64, 64): tiles})
     for window in ((43, 25), (100, 0)):
         case = Case(270, 300, 64, 64, "float16", heads_q=3, heads_k=3, window_size=window)
+        check(*case.arrays(), kernel=HOPPER, **case.options)
+
+
+@pytest.mark.parametrize("tiles", TILINGS_OF_8_BITS.values(), ids=TILINGS_OF_8_BITS)
+def test_other_tiles_of_8_bits(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tuning_sm90, "EIGHT", {(64, 64): tiles})
+    for window in ((43, 25), (100, 0)):
+        case = Case(270, 300, 64, 64, FLOAT8S[0], heads_q=3, heads_k=3, window_size=window)
         check(*case.arrays(), kernel=HOPPER, **case.options)
 
 

@@ -121,7 +121,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
     """Let a problem have tiles of its own where its suite says so."""
     if kernel == HOPPER and (tiles := mutations_sm90.TILES.get(problem)):
-        monkeypatch.setattr(_tuning_sm90, "HALF", {(64, 64): tiles})
+        table = "EIGHT" if problem.startswith("fp8") else "HALF"
+        monkeypatch.setattr(_tuning_sm90, table, {(64, 64): tiles})
 
 
 @pytest.mark.parametrize(

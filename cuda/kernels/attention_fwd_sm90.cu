@@ -3,14 +3,16 @@
 // other. One thread of the producer warpgroup copies tiles of Q, K and V into rings; each consumer warpgroup owns 64
 // rows of the tile, from the scores to the output. Key blocks are walked from the last to the first. While a consumer
 // weighs the scores of one key block, the tensor cores multiply the weights of the block before with V, and its last
-// block's with the first block of its next tile.
+// block's with the first block of its next tile; of 8-bit elements, the products of other consumers.
 //
 // Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, HEAD_DIM_V, BLOCK_K, CONSUMERS, K_STAGES, V_STAGES,
-// Q_BUFFERS, TURNS (consumers issue their products in turn, or weigh), LANDINGS, PROMOTED, PARAMS_BYTES, SMEM_BYTES.
+// Q_BUFFERS, TURNS (consumers issue their products in turn, or weigh), LANDINGS, PARTS (of the product with V, of 8-bit
+// elements), PARAMS_BYTES, SMEM_BYTES.
 #include "ptx/group.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"
 #include "roles/forward_consumer_sm90.cuh"
+#include "roles/forward_fp8_sm90.cuh"
 #include "roles/forward_producer_sm90.cuh"
 
 namespace forward {
@@ -26,6 +28,16 @@ struct Registers<2> {
 template <>
 struct Registers<3> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
+};
+
+// By whether elements have 8 bits.
+template <bool>
+struct ConsumerOf {
+  using Type = Consumer;
+};
+template <>
+struct ConsumerOf<true> {
+  using Type = Fp8Consumer;
 };
 
 DEVICE void attend(const Params &p, Shared &shared) {
@@ -54,7 +66,7 @@ DEVICE void attend(const Params &p, Shared &shared) {
     }
   } else {
     ptx::registers_increase<Registers<CONSUMERS>::CONSUMER>();
-    Consumer(p, shared, group, ptx::uniform(threadIdx.x / 32 % 4)).run();
+    ConsumerOf<FP8>::Type(p, shared, group, ptx::uniform(threadIdx.x / 32 % 4)).run();
   }
 }
 

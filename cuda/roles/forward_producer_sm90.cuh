@@ -56,7 +56,7 @@ struct Finder {
   }
 };
 
-// The producer: for each tile Q, then K and V of its blocks, V one block behind K as the consumers take them.
+// The producer: for each tile Q, then K and V of its blocks as the consumers take them: 16-bit V one block behind K.
 struct Producer : Finder {
   Shared &shared;
   Cursor<Q_BUFFERS> q;
@@ -213,6 +213,7 @@ struct Producer : Finder {
         catch_up();
         if (Q_BUFFERS == 1 && key == tile.last) announce(tile);  // its Q waits longest for its room
         late = block;
+        if constexpr (FP8) catch_up();
       }
       if (LOOKS<Mask>) catch_up();  // the scout may still look
     }
@@ -286,9 +287,8 @@ DEVICE void transpose_v(S &shared, int warp) {
       const int rows = shared.landing.rows[landed.slot];
       if (rows == 0) return;
       if (VARIES && rows < BLOCK_K) {  // see clear_tails
-        for (int row = rows + warp; row < BLOCK_K; row += TRANSPOSERS)
-          clear_rows(shared.landing.v[landed.slot], row, row + 1, ptx::lane());
-        ptx::named_barrier_sync(FIRST_CLEARED + CONSUMERS, 32 * TRANSPOSERS);
+        clear_share(shared.landing.v[landed.slot], rows, warp, TRANSPOSERS, ptx::lane());
+        ptx::warp_barrier();
       }
       v.wait_empty(shared.v_ring);
       transpose<BLOCK_K, HEAD_DIM_V>(ptx::smem_address(shared.landing.v[landed.slot].data),

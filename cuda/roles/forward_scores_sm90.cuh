@@ -58,7 +58,6 @@ struct Weigher {
   DEVICE int first_column(int key) const { return key + s.column(0, ptx::lane()); }
 
   DEVICE bool whole(const Tile &at, const Mask &mask, int row, int key) const {
-    if constexpr (FP8 && LOOKS<Mask>) return false;  // else ptxas serialises the products
     if constexpr (READ_ANEW) row = at.row + group * 64;
     return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
   }
@@ -67,7 +66,7 @@ struct Weigher {
   DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
     const u32 lane = ptx::lane();
     const int q = row + warp * 16, column = key + s.column(0, lane);
-    if (FP8 ? Mask::INTERVALS : intervals(mask)) {
+    if (intervals(mask)) {
       int begin[2], end[2];  // of the columns that a row sees, counted from this lane's first
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

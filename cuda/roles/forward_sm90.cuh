@@ -26,7 +26,6 @@ constexpr int CONSUMERS = Config::CONSUMERS, BLOCK_Q = 64 * CONSUMERS, THREADS =
 constexpr int K_STAGES = Config::K_STAGES, V_STAGES = Config::V_STAGES, Q_BUFFERS = Config::Q_BUFFERS;
 constexpr bool STAGED = Q_BUFFERS > 1 && HEAD_DIM_V <= HEAD_DIM && !FP8;  // O leaves through the Q that it came from
 constexpr int LANDINGS = Config::LANDINGS;                                // blocks of V on their way to be transposed
-constexpr bool PROMOTED = Config::PROMOTED;  // the product of each key block is added to O in fp32
 // Nothing acts on the scores but a mask of few numbers.
 constexpr bool SMALL_MASK = sizeof(Mask) <= 16, PLAIN = Score::IDENTITY && !Dropout::DROPS && SMALL_MASK;
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
@@ -126,8 +125,11 @@ struct Modifiers {
 
 constexpr int NONE = -1;
 constexpr int COLUMNS = HEAD_DIM > 192 ? 8 : 16;  // of S that are modified at a time
-constexpr u32 FIRST_CLEARED = 8;                  // of the named barriers
-constexpr u32 FIRST_TURN = 1;                     // of the named barriers
+constexpr bool WARPWISE = FP8;                    // turns are those of a warp, and not of a warpgroup
+constexpr u32 TURN_THREADS = WARPWISE ? 2 * 32 : 2 * 128;
+// The named barriers; 0 is that of all threads.
+constexpr u32 FIRST_TURN = 1, FIRST_CLEARED = FIRST_TURN + CONSUMERS * (WARPWISE ? 4 : 1);
+static_assert(FIRST_CLEARED + CONSUMERS <= 16, "a block has sixteen barriers");
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr int TILES = 4;  // those of the Q in buffers, the one before, whose O is stored, and the next
 

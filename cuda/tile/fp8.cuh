@@ -105,10 +105,33 @@ struct Landing<unsigned char, KEYS, DV, SLOTS> {
   DEVICE void init(u32 readers) { ring.init(readers); }
 };
 
-// One warp's share, of `warps`, of V^T from V: matrices of 32 keys by 16 columns. ldmatrix transposes pairs of bytes; a
-// permutation of bytes parts the pairs into their two columns, and joins the keys of two pairs.
+// The matrices of 32 keys by 16 columns that V is transposed in, shared out to warps BATCH by BATCH.
+template <int KEYS, int DV>
+struct Matrices {
+  static constexpr int COUNT = KEYS / 32 * (DV / 16), BATCH = 4;  // one after the other would wait
+  static_assert(COUNT % BATCH == 0, "whole batches");
+
+  DEVICE static u32 key(int n) { return n % (KEYS / 32) * 32; }
+  DEVICE static u32 column(int n) { return n / (KEYS / 32) * 16; }
+};
+
+// Makes the keys of V from `rows` on zeros, of what one warp of `warps` is going to transpose.
+template <int KEYS, int DV>
+DEVICE void clear_share(Panels<unsigned char, KEYS, DV> &v, u32 rows, int warp, int warps, u32 lane) {
+  using Share = Matrices<KEYS, DV>;
+  for (int first = warp * Share::BATCH; first < Share::COUNT; first += warps * Share::BATCH) {
+    for (int n = first; n < first + Share::BATCH; ++n) {
+      const u32 row = Share::key(n) + lane;
+      if (row >= rows) *reinterpret_cast<Chunk *>(v.data + v.offset(row, Share::column(n) / 16)) = {};
+    }
+  }
+}
+
+// One warp's share, of `warps`, of V^T from V. ldmatrix transposes pairs of bytes; a permutation of bytes parts the
+// pairs into their two columns, and joins the keys of two pairs.
 template <int KEYS, int DV>
 DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
+  using Share = Matrices<KEYS, DV>;
   using From = Panels<unsigned char, KEYS, DV>;
   using To = Slices<DV, KEYS>;
   // Both tiles are swizzled: of a chunk's address the lane has one part, the matrix's place the other. A matrix begins
@@ -117,18 +140,17 @@ DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
   // Of eight rows that are stored together four are even and four are odd columns of V: they lie in different banks.
   const u32 target_row = lane % 8 * 2 + (lane / 8 % 2 ^ lane % 8 / 4), target = to + To::offset(target_row, lane / 16);
   const u32 first_half = lane < 16 ? 0x6420 : 0x7531, other_half = 0x6420 ^ 0x7531 ^ first_half;
-  constexpr int UNITS = KEYS / 32 * (DV / 16), BATCH = 4;  // as many at a time, one after the other would wait
 #pragma unroll 1
-  for (int first = warp * BATCH; first < UNITS; first += warps * BATCH) {
-    u32 pair[BATCH][4];
+  for (int first = warp * Share::BATCH; first < Share::COUNT; first += warps * Share::BATCH) {
+    u32 pair[Share::BATCH][4];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const u32 key = (first + i) % (KEYS / 32) * 32, column = (first + i) / (KEYS / 32) * 16;
+    for (int i = 0; i < Share::BATCH; ++i) {
+      const u32 key = Share::key(first + i), column = Share::column(first + i);
       ptx::ldmatrix_x4_trans(pair[i], (source ^ column % 128) + column / 128 * From::PANEL + key * 128);
     }
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const u32 key = (first + i) % (KEYS / 32) * 32, column = (first + i) / (KEYS / 32) * 16;
+    for (int i = 0; i < Share::BATCH; ++i) {
+      const u32 key = Share::key(first + i), column = Share::column(first + i);
       u32 row[4];
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {

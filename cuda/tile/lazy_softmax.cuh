@@ -94,11 +94,11 @@ struct LazySoftmax {
 
   // For weights of 8 bits a block is met in parts: `raise`, `weigh` for all columns, `join`. This moves m to the
   // maximum. The exponent is one multiply-add while m is small: its rounding would else show in the largest weights,
-  // which are exact, and their sum. Where it is not, S - m is taken first. AT_ONCE: scores may be compared as integers.
-  template <bool AT_ONCE, int N>
+  // which are exact, and their sum. Where it is not, S - m is taken first.
+  template <int N>
   DEVICE void raise(Accumulator<N> &s, float c) {
     float top[2];
-    if (AT_ONCE && positive) {
+    if (positive) {
       // Of 0 and other numbers the greatest has the greatest bits, read as an integer, and the greatest of three
       // integers is one instruction.
       int chain[2][2] = {};
@@ -107,7 +107,7 @@ struct LazySoftmax {
         most = max(max(most, ptx::integer(even)), ptx::integer(odd));
       });
 #pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = ptx::bits_float(max(chain[r][0], chain[r][1]));
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(m[r], ptx::bits_float(max(chain[r][0], chain[r][1])));
     } else {
       float chain[2][2];  // in two chains, as sums are
       s.each([&](float &score, int r, int column) {
@@ -115,21 +115,19 @@ struct LazySoftmax {
         most = column < 16 && column % 2 == 0 ? score : fmaxf(most, score);
       });
 #pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(chain[r][0], chain[r][1]);
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(m[r], fmaxf(chain[r][0], chain[r][1]));
+      positive = !ptx::any((ptx::integer(top[0]) | ptx::integer(top[1])) < 0);  // m only grows
     }
-    bool small = true;
+    // Where it holds for each lane, it does for the row: a vote need not wait for the row's maximum.
+    apart = ptx::any(!(fabsf(top[0] * c) <= FUSED_LIMIT) || !(fabsf(top[1] * c) <= FUSED_LIMIT));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
-      most = fmaxf(most, ptx::shfl_xor(most, 2));
-      const float before = m[r];
-      m[r] = fmaxf(fmaxf(before, most), -LARGEST);  // -inf minus -inf would be NaN
+      top[r] = fmaxf(top[r], ptx::shfl_xor(top[r], 1));
+      const float most = fmaxf(top[r], ptx::shfl_xor(top[r], 2)), before = m[r];
+      m[r] = fmaxf(most, -LARGEST);  // -inf minus -inf would be NaN
       shrink[r] = ptx::ex2((before - m[r]) * c);
       part[r] = 0.0f;
-      small = small && fabsf(m[r] * c) <= FUSED_LIMIT;
     }
-    apart = ptx::any(!small);
-    positive = !ptx::any((ptx::integer(m[0]) | ptx::integer(m[1])) < 0);
     if (apart) s.each([&](float &score, int r, int) { score -= m[r]; });
   }
 
@@ -153,8 +151,6 @@ struct LazySoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) l[r] = l[r] * shrink[r] + part[r];
   }
-
-  DEVICE void vote() { moved = ptx::any(shrink[0] != 1.0f || shrink[1] != 1.0f); }
 
   // What O is to be multiplied by, 1 / l, or 0 for a row without keys, and the natural-log LSE, -inf for it. A sink
   // joins l and the LSE.

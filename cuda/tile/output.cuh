@@ -4,10 +4,6 @@
 #include "ptx/warp.cuh"
 #include "tile/warpgroup.cuh"
 
-struct alignas(16) Chunk {
-  u32 word[4];
-};
-
 // One warp's sixteen rows of the accumulator into a tile of panels.
 template <class T, class Tile, int N>
 DEVICE void stage(const Accumulator<N> &o, u32 tile, int warp, u32 lane) {

@@ -3,6 +3,10 @@
 #pragma once
 #include "ptx/tma.cuh"
 
+struct alignas(16) Chunk {
+  u32 word[4];
+};
+
 template <class Element, int ROWS_, int COLUMNS>
 struct Panels {
   static constexpr int ROWS = ROWS_;

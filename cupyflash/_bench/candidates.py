@@ -50,9 +50,15 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         return dataclasses.replace(config, smem_bytes=size)
 
     def fits(config: Config) -> bool:
-        # Scores, their packed weights and O, twice where it is promoted, of a consumer's threads.
-        packed = config.block_k * ITEMSIZES[dtype] // 8
-        taken = config.block_k // 2 + packed + config.head_dim_v // 2 * (1 + config.promoted)
+        # Scores, their packed weights and O of a consumer's threads. Scores of 8 bits are gone when
+        # the packed weights are multiplied, of whose product there are parts.
+        scores, packed = config.block_k // 2, config.block_k * ITEMSIZES[dtype] // 8
+        if ITEMSIZES[dtype] == 1:
+            part = config.head_dim_v // 2 // config.parts
+            paired = config.consumers == 2 and config.parts > 1
+            taken = max(scores, packed + part * (1 + paired)) + config.head_dim_v // 2
+        else:
+            taken = scores + packed + config.head_dim_v // 2
         return (
             config.smem_bytes <= _tuning.shared_limit(arch)
             and taken + WORKING <= CONSUMER_REGISTERS[config.consumers]
@@ -66,7 +72,8 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
         return any(fits(c) and max(c.k_stages, c.v_stages) <= MAX_STAGES for c in more)
 
     choices = {
-        "block_k": range(64, 177, 32 // ITEMSIZES[dtype]),  # of a product
+        # Of whole products.
+        "block_k": range(64, 257 if ITEMSIZES[dtype] == 1 else 177, 32 // ITEMSIZES[dtype]),
         "consumers": tuple(CONSUMER_REGISTERS),
         "k_stages": range(2, MAX_STAGES + 1),
         "v_stages": range(2, MAX_STAGES + 1),
