@@ -3,7 +3,7 @@
 import struct
 
 from . import _unit
-from ._array import Array
+from ._array import ITEMSIZES, Array
 from ._forward import (
     heads_per_group,
     refuse_dtype,
@@ -29,7 +29,7 @@ __all__ = ["DTYPES", "NAME", "config", "launch", "refusal"]
 
 NAME = "attention_fwd_sm90"
 DTYPES: tuple[str, ...] = tuple(TYPES)
-ROOMY_DIM = 128  # up to here registers leave room for several modifiers where lengths vary
+ROOMY_DIM = 128  # up to here 16 bits leave registers to several modifiers where lengths vary
 MAX_TILES = 2**30  # the next tile of a block, past the last, stays in 32 bits
 
 # What follows the tensor maps and the pointers in Params: the strides of out; what 8-bit inputs
@@ -68,8 +68,8 @@ def _refuse_sequences(problem: Problem) -> str | None:
     if problem.packed and problem.batch == 0 and not problem.empty:
         return "needs a sequence, got none"  # a tile would have no entry of the masks' arrays
     chosen = policies(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > ROOMY_DIM and chosen.sequences != "Dense" and count(chosen) > 1:
+    scarce = max(problem.head_dim, problem.head_dim_v) > ROOMY_DIM and ITEMSIZES[problem.dtype] > 1
+    if scarce and chosen.sequences != "Dense" and count(chosen) > 1:
         return (
             f"takes lengths that vary with one of softcap, ALiBi, bias, masks and dropout at head "
             f"dims above {ROOMY_DIM}, got {count(chosen)}"

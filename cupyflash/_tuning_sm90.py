@@ -111,9 +111,10 @@ HALF_HEAVY: Table = {
     (192, 192): Tiles(32, 2, 4, 4, 1),
     (256, 256): Tiles(32, 2, 4, 4, 1),
 }
-EIGHT_HEAVY: Table = EIGHT | {
+EIGHT_HEAVY: Table = {
     (64, 64): Tiles(160, 3, 3, 3, 2, landings=2),
     (128, 128): Tiles(96, 3, 3, 3, 2, landings=3, turns=True, parts=2),
+    (256, 256): Tiles(96, 2, 2, 2, 1, landings=2, turns=True, parts=4),
 }
 TYPES = {
     "float16": "Float16",

@@ -174,6 +174,7 @@ def modified_gate() -> list[Any]:
     hopper += [(90, "float8_e4m3fn", 64, ("mask", "segments"))]
     hopper += [(90, "float8_e4m3fn", head_dim, ("packed",)) for head_dim in (128, 256)]
     hopper += [(90, "float8_e4m3fn", 256, (name,)) for name in ("dropout", "bias")]
+    hopper += [(90, "float8_e4m3fn", 256, ALL)]
     single = itertools.product((64, 96, 192, 256), ("dropout", "softcap", "bias", "packed"))
     hopper += [(90, "bfloat16", head_dim, (name,)) for head_dim, name in single]
     hopper += [(90, "bfloat16", 256, (name,)) for name in ("used", "alibi")]

@@ -69,7 +69,7 @@ PACKED = tuple(
 PACKED_EIGHT_BIT = (
     Modified.varlen(LENGTHS[1], *DIMS, "float8_e4m3fn", **HEADS, causal=True, tail=3),
     Modified.varlen(LENGTHS[0], 128, 128, "float8_e5m2", **HEADS, tail=3, modifiers=SCORES),
-    Modified.varlen(LENGTHS[3], 256, 256, "float8_e4m3fn"),
+    Modified.varlen(LENGTHS[3], 256, 256, "float8_e4m3fn", modifiers=("alibi", "dropout")),
 )
 PACKED_SUBSETS = tuple(
     Modified.varlen(LENGTHS[0], *dims, "float16", **HEADS, tail=3, modifiers=names)

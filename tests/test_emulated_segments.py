@@ -6,6 +6,7 @@ Few types of masks, for g++ takes longer than a run.
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulated import check, needs_compiler, run
@@ -59,6 +60,14 @@ def test_documents_in_any_order(kernel: str, kind: str) -> None:
     ids = KINDS[kind]()
     mask = Segments(ids[:, 60:], ids)
     check(*inputs(240, 300), kernel=kernel, seeds=(0,), causal=True, mask=mask)
+
+
+def test_documents_in_8_bits() -> None:
+    """Whole blocks of one document, and blocks of several."""
+    ids = pieces(30, 560, 90, 20)
+    q, k, v = (x.astype(ml_dtypes.float8_e4m3fn) for x in inputs(260, 700, 1))
+    mask = Segments(ids[None, 440:], ids[None])
+    check(q, k, v, kernel=HOPPER, seeds=(0,), causal=True, mask=mask)
 
 
 @KERNELS
