@@ -31,7 +31,7 @@ struct Rows : Weigher {
   }
 
   // Where groups take turns, one at each key block, a turn is a barrier of the group, or warp, whose turn it is and of
-  // the one before, which arrives.
+  // the one before, which arrives, but not before `zero` is known.
   DEVICE void await_turn() const {
     if constexpr (Config::TURNS) ptx::named_barrier_sync(turn_of(group), TURN_THREADS);
   }
