@@ -17,10 +17,10 @@ from ._sm90 import padded, refuse_dims, refuse_strides, tensor_maps
 from ._tensor_map import TensorMap
 from ._tuning_sm90 import (
     HEAD_DIMS,
-    SHORT,
     TYPES,
     ForwardSm90,
     count,
+    extent,
     forward_sm90,
     head_dim_classes,
 )
@@ -100,7 +100,7 @@ def config(problem: Problem) -> ForwardSm90:
         problem.head_dim,
         problem.head_dim_v,
         policies=chosen,
-        short=problem.band.bounded and max(problem.len_q, problem.len_k) <= SHORT,
+        extent=extent(max(problem.len_q, problem.len_k), bounded=problem.band.bounded),
         params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes),
     )
 

@@ -7,7 +7,7 @@ from ._array import ITEMSIZES
 from ._modifiers import Policies
 
 __all__ = [
-    "EIGHT", "HALF", "HEAD_DIMS", "SHORT", "ForwardSm90", "Tiles", "count", "forward_sm90",
+    "EIGHT", "HALF", "HEAD_DIMS", "ForwardSm90", "Tiles", "count", "extent", "forward_sm90",
     "head_dim_classes", "row_bytes",
 ]  # fmt: skip
 
@@ -73,23 +73,32 @@ class ForwardSm90:
         return 1
 
 
-# By the classes of the head dims; first by those and True, under a mask that has a bound and where
-# no sequence is longer than SHORT: there smaller key blocks waste less of the diagonal.
-Table = dict[tuple[int, int] | tuple[int, int, bool], Tiles]
-SHORT = 512
+# By the classes of the head dims, first by those and the `extent` of a problem.
+Table = dict[tuple[int, int] | tuple[int, int, str], Tiles]
+SHORT, LONG = 512, 4096
 
 # TFLOP/s on an H200, CUDA 13.0, bfloat16, 16k tokens, heads * head_dim = 2048, full and causal;
 # others of the same run in brackets.
 HALF: Table = {
-    (64, 64): Tiles(128, 3, 4, 4, 2),  # S 8192: 576 521 (3 + 3 stages 539 527; 2 consumers 489 464)
-    (64, 64, True): Tiles(64, 3, 6, 6, 2),  # S 512: 262 (128 keys 246, 96 keys 245)
+    # S 1024: 521 418; 4096: 571 529 (128 keys, 3 consumers 480 352; 563 505)
+    (64, 64): Tiles(64, 4, 6, 6, 2),
+    (64, 64, "long"): Tiles(128, 3, 4, 4, 2),  # S 8192 full: 560 (64 keys, 4 consumers 552)
     (96, 96): Tiles(128, 2, 2, 2, 2),
-    (128, 128): Tiles(128, 2, 3, 2, 2),  # S 8192: 689 645 (2 + 2 stages 657 643; 112 keys 669 639)
-    (128, 128, True): Tiles(64, 2, 4, 4, 2),  # S 512: 322 (128 keys 303, 96 keys 289)
+    # S 512: 552 361 (128 and 64 keys, 2 consumers 539 334); 8192: 729 724 (128 keys 692 689)
+    (128, 128): Tiles(64, 3, 4, 4, 2),
     (64, 128): Tiles(128, 2, 2, 2, 2),
-    (192, 128): Tiles(96, 2, 2, 2, 2),
+    (192, 128): Tiles(128, 2, 2, 2, 1),  # S 8192: 743 700 (96 keys, 2 buffers of Q 722 667)
     (192, 192): Tiles(80, 2, 2, 2, 1),
-    (256, 256): Tiles(64, 2, 3, 2, 1),  # S 8192: 741 717 (80 keys 746 712, 2 + 2 stages 734 691)
+    (256, 256): Tiles(64, 2, 2, 3, 1),  # S 8192: 750 696 (3 + 2 stages 735 695; 80 keys 733 689)
+}
+# Where one modifier acts on the scores, or a sink on packed sequences: the same but for these.
+HALF_MODIFIED: Table = {
+    (64, 64): Tiles(128, 3, 4, 4, 2),
+    (64, 64, "short"): Tiles(64, 3, 6, 6, 2),
+    (128, 128): Tiles(128, 2, 3, 2, 2),
+    (128, 128, "short"): Tiles(64, 2, 4, 4, 2),
+    (192, 128): Tiles(96, 2, 2, 2, 2),
+    (256, 256): Tiles(64, 2, 3, 2, 1),
 }
 
 # 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
@@ -148,6 +157,17 @@ def shared_bytes(dtype: str, head_dim: int, head_dim_v: int, tiles: Tiles) -> in
     return q + k + tiles.v_stages * transposed + tiles.landings * v + 2048
 
 
+def extent(longest: int, *, bounded: bool) -> str:
+    """Return the class of a problem by the length of its longest sequence and its mask.
+
+    "short" under a mask that has a bound, where smaller key blocks waste less of the diagonal;
+    "long" without one; else "".
+    """
+    if bounded:
+        return "short" if longest <= SHORT else ""
+    return "long" if longest > LONG else ""
+
+
 def count(policies: Policies) -> int:
     """Return how many policies need registers."""
     modifiers = sum(name in policies.score for name in ("Softcap", "Alibi", "Bias"))
@@ -179,7 +199,7 @@ def forward_sm90(
     head_dim_v: int,
     *,
     policies: Policies,
-    short: bool,
+    extent: str,
     params_bytes: int,
 ) -> ForwardSm90:
     """Return the configuration of attention_fwd_sm90.
@@ -192,8 +212,8 @@ def forward_sm90(
         The arrays' own, for which there are classes.
     policies : Policies
         The CUDA types of what acts on the scores.
-    short : bool
-        Whether the mask hides keys and no sequence is longer than `SHORT`.
+    extent : str
+        What `extent` returns.
     params_bytes : int
         Bytes of Params.
     """
@@ -203,10 +223,12 @@ def forward_sm90(
     light = policies.dropout == "KeepAll" and policies.mask_bytes <= SMALL_MASK
     plain = light and policies.score == "Identity"
     heavy = _is_heavy(policies, max(dims), eight=eight)
-    table = (EIGHT_HEAVY if heavy else EIGHT) if eight else HALF_HEAVY if heavy else HALF
-    tiles = (short and table.get((*dims, True))) or table[dims]
+    modified = not plain or (policies.sink != "NoSink" and policies.sequences == "Packed")
+    half = HALF_HEAVY if heavy else HALF | HALF_MODIFIED if modified else HALF
+    table = (EIGHT_HEAVY if heavy else EIGHT) if eight else half
+    tiles = table.get((*dims, extent)) or table[dims]
     # S 8192, full: 566 TFLOP/s (500 without turns).
-    if "Softcap" in policies.score and tiles is HALF.get((128, 128)):
+    if "Softcap" in policies.score and tiles is HALF_MODIFIED.get((128, 128)):
         tiles = dataclasses.replace(tiles, turns=True)
     if "Segments" in policies.mask:  # three leave no registers to the warp that looks at ids
         tiles = dataclasses.replace(tiles, consumers=2)

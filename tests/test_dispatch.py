@@ -223,6 +223,7 @@ def test_configurations_fit_their_class() -> None:
 def test_tiles_of_hopper_fit_its_shared_memory() -> None:
     tables = (
         ("bfloat16", _tuning_sm90.HALF),
+        ("bfloat16", _tuning_sm90.HALF_MODIFIED),
         ("bfloat16", _tuning_sm90.HALF_HEAVY),
         ("float8_e4m3fn", _tuning_sm90.EIGHT),
         ("float8_e4m3fn", _tuning_sm90.EIGHT_HEAVY),
@@ -232,9 +233,29 @@ def test_tiles_of_hopper_fit_its_shared_memory() -> None:
             shared = _tuning_sm90.shared_bytes(dtype, dims[0], dims[1], tiles)
             assert shared + _tuning_sm90.KEPT <= _tuning.shared_limit(90)
             assert tiles.block_k % (32 // ITEMSIZES[dtype]) == 0  # of a product
-            assert 2 <= tiles.consumers <= 3
+            assert 2 <= tiles.consumers <= 4
             assert (tiles.landings > 0) == (ITEMSIZES[dtype] == 1)
             assert dims[:2] in table
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "block_k", "consumers"),
+    [
+        (512, {}, 64, 4),
+        (4096, {"causal": True}, 64, 4),
+        (8192, {"causal": True}, 64, 4),
+        (8192, {}, 128, 3),
+        (512, {"causal": True, "alibi_slopes": True}, 64, 3),
+        (1024, {"causal": True, "alibi_slopes": True}, 128, 3),
+    ],
+)
+def test_tiles_of_hopper_go_by_length_mask_and_modifiers(
+    length: int, options: dict[str, Any], block_k: int, consumers: int
+) -> None:
+    given = {"len_q": length, "heads_q": 2, "head_dim": 64, "dtype": "bfloat16", "arch": 90}
+    said = cupyflash.explain(**given, **options)
+    assert f"BLOCK_K = {block_k};" in said.launch.unit
+    assert f"CONSUMERS = {consumers};" in said.launch.unit
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
@@ -273,8 +294,8 @@ def test_explain_of_a_persistent_kernel() -> None:
     assert said.kernel == SM90
     assert said.launch is not None
     assert said.launch.arch == "sm_90a"
-    tiles = 2048 // 128 * 16
-    assert f"{tiles} tiles, a block a multiprocessor, of 384 threads, sm_90a" in str(said)
+    tiles = -(-2048 // 192) * 16
+    assert f"{tiles} tiles, a block a multiprocessor, of 512 threads, sm_90a" in str(said)
 
 
 def test_explain_tells_registers_where_nvrtc_is() -> None:

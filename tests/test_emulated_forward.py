@@ -27,17 +27,11 @@ CLASSES = tuple(
     for dims in (*((dim, dim) for dim in _tuning.HEAD_DIMS), *_tuning.UNEQUAL)
     for len_q, len_k, causal in [(70, 53, True) if max(dims) < 128 else (67, 70, False)]
 )
-# A key of the tile table that has True stands for tiles of a mask with a bound.
 HOPPER_CLASSES = tuple(
-    Case(
-        200 if max(dims) < 128 else 140, 270, *dims, dtype, causal=bounded or dims not in bounds,
-        label="class",
-    )
+    Case(200 if max(dims) < 128 else 140, 270, *dims, dtype, causal=True, label="class")
     for dtype in HALVES
-    for bounds in [{(d, dv) for d, dv, *bounded in _tuning_sm90.HALF if bounded}]
-    for d, dv, bounded in ((*key, False)[:3] for key in _tuning_sm90.HALF)
-    for dims in [(d, dv)]
-)  # fmt: skip
+    for dims in dict.fromkeys(key[:2] for key in _tuning_sm90.HALF)
+)
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
 EIGHT_BIT_CASES = tuple(
     Case(70, 600 if max(dims) < 128 else 210, *dims, dtype, causal=causal, label="eight_bit")
@@ -186,6 +180,12 @@ def test_other_tiles_of_8_bits(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) ->
     for window in ((43, 25), (100, 0)):
         case = Case(270, 300, 64, 64, FLOAT8S[0], heads_q=3, heads_k=3, window_size=window)
         check(*case.arrays(), kernel=HOPPER, **case.options)
+
+
+def test_tiles_of_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tuning_sm90, "LONG", 256)
+    case = Case(200, 270, 64, 64, "bfloat16", label="long")
+    check(*case.arrays(), kernel=HOPPER, **case.options)
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])

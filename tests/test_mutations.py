@@ -123,6 +123,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
     if kernel == HOPPER and (tiles := mutations_sm90.TILES.get(problem)):
         table = "EIGHT" if problem.startswith("fp8") else "HALF"
         monkeypatch.setattr(_tuning_sm90, table, {(64, 64): tiles})
+        monkeypatch.setattr(_tuning_sm90, "HALF_MODIFIED", {})
 
 
 @pytest.mark.parametrize(

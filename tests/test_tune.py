@@ -145,12 +145,12 @@ def test_another_configuration_of_the_hopper_kernel_is_launched() -> None:
     case = Case("bf16", 1, 256, 256, 1, 1, 128, 128)
     kernel = _kernels.FORWARD_SM90
     problem, operands, *_ = case.request(90)
-    one = next(c for c in candidates.sm90(kernel, case, 90) if c.block_k == 64)
+    one = next(c for c in candidates.sm90(kernel, case, 90) if c.block_k == 128)
     with tune.using(kernel, one):
         launch = kernel.launch(problem, operands)
-    assert "BLOCK_K = 64" in launch.unit
+    assert "BLOCK_K = 128" in launch.unit
     assert launch.shared_bytes == one.smem_bytes
-    assert "BLOCK_K = 64" not in kernel.launch(problem, operands).unit
+    assert "BLOCK_K = 128" not in kernel.launch(problem, operands).unit
 
 
 def test_the_problems_of_a_table_are_those_that_its_kernel_takes() -> None:

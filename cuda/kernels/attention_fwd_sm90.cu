@@ -29,6 +29,10 @@ template <>
 struct Registers<3> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
 };
+template <>
+struct Registers<4> {
+  static constexpr int PRODUCER = 32, CONSUMER = 112;
+};
 
 // By whether elements have 8 bits.
 template <bool>

@@ -23,9 +23,9 @@ DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64,
 LENGTHS = (1024, 8192)  # the representatives of short and long
 TUNED_DTYPES = ("bf16", "e4m3", "fp32")
 
-CONSUMER_REGISTERS = {2: 232, 3: 160}  # of a thread, by the warpgroups that share a multiprocessor
+CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by the warpgroups of a block
 WORKING = 24  # registers that a consumer needs beside its tiles, at the least
-MAX_STAGES = 5
+MAX_STAGES = 6
 
 
 def problems(kernel: Kernel, arch: int) -> Iterator[Case]:
@@ -74,7 +74,7 @@ def sm90(kernel: Kernel, case: Case, arch: int) -> list[Config]:
     choices = {
         # Of whole products.
         "block_k": range(64, 257 if ITEMSIZES[dtype] == 1 else 177, 32 // ITEMSIZES[dtype]),
-        "consumers": tuple(CONSUMER_REGISTERS),
+        "consumers": (2, 3) if ITEMSIZES[dtype] == 1 else tuple(CONSUMER_REGISTERS),
         "k_stages": range(2, MAX_STAGES + 1),
         "v_stages": range(2, MAX_STAGES + 1),
         "q_buffers": (1, 2),
