@@ -31,12 +31,12 @@ MODIFIERS = ("softcap", "alibi_slopes", "attn_bias", "dropout_p")  # that act on
 SMALL_MASK = 16  # bytes of a mask that registers hold
 MAX_BLOCKS = 2**31 - 1
 
-# After the six maps: 2 + 3 pointers, strides of dk and dv, 10 integers, the scales.
-PARAMS = struct.Struct("<5Q6q10i2f")
+# After the six maps: 3 + 3 pointers, strides of dk, dv and dq, 10 integers, the scales.
+PARAMS = struct.Struct("<6Q9q10i2f")
 MAPS = ("q", "dout", "k", "v", "dk", "dv")
 OFFSET = len(MAPS) * BYTES
 POLICIES_OFFSET = OFFSET + PARAMS.size
-POINTERS = ("dk", "dv")  # whose addresses come first
+POINTERS = ("dk", "dv", "dq")  # whose addresses come first
 SCRATCH = ("lse", "delta", "dq")  # and those that follow
 ROWS_STORED = 64  # of a copy of dk and dv
 L2_BYTES = 32 << 20  # what blocks under way may share
@@ -58,6 +58,7 @@ class BackwardSm90:
     head_dim: int
     block_q: int
     deterministic: bool
+    finishes: bool
     params_bytes: int
     smem_bytes: int
 
@@ -152,8 +153,8 @@ def _is_faster_in_order(problem: Problem) -> bool:
     Under a causal mask, microseconds in order and not, H200: head dim 64 at 512, 1k, 2k and 4k
     424 and 443, 568 and 586, 886 and 902, 1569 and 1487; 128 at 512, 1k, 2k and 4k 355 and 369,
     494 and 500, 767 and 752, 1379 and 1344; 16 heads of 2, head dim 128, at 2k and 8k 830 and 895,
-    2859 and 3024. Without a mask, head dim 64 at 512, 1k and 2k 561 and 526, 829 and 837, 1428 and
-    1440; 128 at 512 and 1k 503 and 453, 746 and 725.
+    2859 and 3024. Without a mask, head dim 64 at 1k and 2k 829 and 837, 1428 and 1440, at 512 only
+    as the last part makes dQ, 514 and 528; 128 at 512 and 1k 503 and 453, 746 and 725.
     """
     chosen = config(problem)
     if problem.packed or chosen.head_dim > 128:
@@ -161,11 +162,30 @@ def _is_faster_in_order(problem: Problem) -> bool:
     if chosen.mask == "Band<false, true>":
         shared = problem.heads_q >= 4 * problem.heads_k
         return shared or problem.len_k <= (2048 if chosen.head_dim == 64 else 1024)
-    return (
-        chosen.mask == "Band<false, false>"
-        and chosen.head_dim == 64
-        and 1024 <= problem.len_k <= 2048
-    )
+    return chosen.mask == "Band<false, false>" and chosen.head_dim == 64 and problem.len_k <= 2048
+
+
+def _finishes(problem: Problem) -> bool:
+    """Return whether the block whose keys are the last that a query sees makes its dQ.
+
+    It must have an order, and each query a key. That spares the conversion and costs a longer
+    step: microseconds with and without a conversion, in order, H200: head dim 64 at 512, 1k and 2k
+    causal 392 and 430, 542 and 567, 859 and 860, full 514 and 560, 788 and 819, 1494 and 1504, at
+    8k causal 3048 and 2885; 128 at 512, 1k and 2k causal 317 and 360, 456 and 484, 789 and 765, at
+    512 and 1k full 446 and 501, 757 and 748.
+    """
+    chosen = policies(problem)
+    if chosen.mask not in ("Band<false, false>", "Band<false, true>"):
+        return False
+    if not problem.deterministic or chosen.sequences != "Dense":
+        return False
+    band, causal = problem.band, problem.band.right is not None
+    shift = problem.len_k - problem.len_q if band.alignment == "bottom_right" else 0
+    if band.right is not None and shift + band.right < 0:
+        return False
+    widest = max(problem.head_dim, problem.head_dim_v)
+    longest = 2048 if widest <= 64 else (1024 if causal else 512) if widest <= 128 else 0
+    return problem.len_k <= longest
 
 
 def config(problem: Problem) -> BackwardSm90:
@@ -183,6 +203,7 @@ def config(problem: Problem) -> BackwardSm90:
         head_dim=head_dim,
         block_q=128 if head_dim == 64 else 64,
         deterministic=problem.deterministic,
+        finishes=_finishes(problem),
         params_bytes=padded(POLICIES_OFFSET + chosen.params_bytes + 8),
         smem_bytes=_shared_bytes(head_dim),
     )
@@ -215,8 +236,9 @@ def steps(problem: Problem, operands: Operands, backward: Backward) -> Steps:
     )
     bare = operands._replace(learnable_sink=None)
     main = _main(without_sink(problem), bare, backward, chosen, scratch)
-    last = _convert(problem, operands, backward, chosen, scratch)
-    launches = [first, main, last]
+    launches = [first, main]
+    if not chosen.finishes:
+        launches.append(_convert(problem, operands, backward, chosen, scratch))
     if "dsink" in problem.wanted:
         statistics = {"lse": scratch.lse, "delta": scratch.delta}
         launches.append(_backward_dsink.launch(problem, operands, backward, **statistics))
@@ -236,9 +258,11 @@ def _main(
         + PARAMS.pack(
             backward.dk.pointer,
             backward.dv.pointer,
+            backward.dq.pointer,
             *[0] * len(SCRATCH),
             *backward.dk.strides[:3],
             *backward.dv.strides[:3],
+            *backward.dq.strides[:3],
             problem.batch,
             problem.len_q,
             problem.len_k,

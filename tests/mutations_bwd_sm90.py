@@ -38,9 +38,11 @@ PROBLEMS: dict[str, Case] = {
     "in order": case(140, 530, causal=True),
     "in order, window": case(300, 410, window_size=(20, 9), alignment="top_left"),
     "in order, wide": case(70, 270, 256),
+    "ending": case(270, 300, causal=True),
+    "ending, two panels": case(140, 300, 128),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    name: {"deterministic": True} for name in PROBLEMS if name.startswith("in order")
+    name: {"deterministic": True} for name in PROBLEMS if name.startswith(("in order", "ending"))
 }
 
 NO_BARRIER = "and no barrier stands between"
@@ -116,7 +118,7 @@ SYNCHRONISATION = (
         "      if (group == 1) hand_over();  // the first turn", "      hand_over();", "causal",
         DEADLOCK),
     Mutation("dQ is staged over one that still leaves", NARROW,
-        "    dq_slot.wait_empty(ring);\n", "", "causal", NO_BARRIER),
+        "    given.wait_empty(ring);\n", "", "causal", NO_BARRIER),
     Mutation("the proxy fence after dQ is staged is left out", NARROW,
         "    ptx::fence_proxy_async();\n    ptx::warp_barrier();\n    arrive(dq_slot",
         "    ptx::warp_barrier();\n    arrive(dq_slot", "causal", "no fence.proxy.async"),
@@ -298,15 +300,16 @@ MASKS = (
         "!mask.whole(block.q + 1, q_end, key, key + 64)",
         "a corner beyond a block", WRONG),
     Mutation("keys past the last are not hidden", CONSUMER,
-        "k < shared.place.k.length ? mask.queries(k, k + 1) : Range{0, 0}",
-        "mask.queries(k, k + 1)", "scores below 0", WRONG),
+        "k < shared.place.k.length ? seen.begin - column : BLOCK_Q", "seen.begin - column",
+        "scores below 0", WRONG),
     Mutation("a block past the last key counts as whole", CONSUMER,
         "key + 64 > place.k.length || !mask", "!mask", "scores below 0", WRONG),
     Mutation("the mask is that of the first warp's keys", CONSUMER,
         "key + static_cast<int>(thread % 128 / 32 * 16) + s[0]", "key + s[0]", "causal", WRONG),
     Mutation("the mask is that of the first half of the queries", CONSUMER,
-        "(h * 64 + c >= begin[r]) & (h * 64 + c < end[r])", "(c >= begin[r]) & (c < end[r])",
-        "causal", WRONG),
+        "h * 64 + c >= begin[r]", "c >= begin[r]", "causal", WRONG),
+    Mutation("a bound on the left is that of the first half of the queries", CONSUMER,
+        "sees &= h * 64 + c < end[r]", "sees &= c < end[r]", "window", WRONG),
     Mutation("a walk begins inside of a block of queries", SHARED,
         "{seen.begin / BLOCK_Q * BLOCK_Q, min", "{seen.begin, min", "window",
         "which is not 16-byte aligned"),
@@ -391,5 +394,36 @@ ORDER = (
         "    ptx::warp_barrier();\n    if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>",
         "    if (ptx::lane() == 0) ptx::mbarrier_arrive(Cursor<1>", "in order, wide", OTHER_BITS),
 )
+ENDS = (
+    Mutation("the last part makes dQ of itself alone", NARROW,
+        "fate == Fate::LAST);", "false);", "ending", WRONG),
+    Mutation("the last part is scaled and the others are not", NARROW,
+        "+= sum.x[i];", "+= sum.x[i] / p.scale;", "ending", WRONG),
+    Mutation("dQ is not scaled where the last part makes it", NARROW,
+        "    dq.each([&](float &value, int, int) { value *= p.scale; });\n", "", "ending", WRONG),
+    Mutation("the last part does not wait for the others", PRODUCER,
+        "    turns.await(walk.block);\n    const bool first",
+        "    last ? turns.choose(walk.block) : turns.await(walk.block);\n    const bool first",
+        "ending", WRONG),
+    Mutation("a consumer does not wait for the sum of the others", NARROW,
+        "    given.wait_empty(ring);\n", "", "ending", NO_BARRIER),
+    Mutation("the sum of the others is not announced", PRODUCER,
+        "      ptx::mbarrier_arrive_expect_tx(at.empty(ring), PART * sizeof(float));\n    } else {",
+        "      ptx::mbarrier_arrive(at.empty(ring));\n    } else {", "ending",
+        "a load reads shared memory"),
+    Mutation("the slot of a part that is added is not given", PRODUCER,
+        "    if (more && !last) give(Fate::ADDED);\n", "", "ending", DEADLOCK),
+    Mutation("a block of later keys does not count", PRODUCER,
+        "place.key + BLOCK_K).begin;", "place.key + BLOCK_K).end;", "ending", DEADLOCK),
+    Mutation("a turn is not passed on to the last part", PRODUCER,
+        "    if (added) turns.pass_on();\n", "", "ending", DEADLOCK),
+    Mutation("rows beyond the last query are written", PRODUCER,
+        "= place.q.length - row;", "= 64;", "ending", "a store of 4 bytes at"),
+    Mutation("both groups make the columns of the first", PRODUCER,
+        "(HALVES > 1 ? 0 : group * 64);\n      shared", "0;\n      shared",
+        "ending, two panels", WRONG),
+    Mutation("both groups make the rows of the first", PRODUCER,
+        "walk.block.q + (HALVES > 1 ? group * 64 : 0);", "walk.block.q;", "ending", WRONG),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + FIRST + ORDER
+ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + FIRST + ORDER + ENDS

@@ -409,7 +409,8 @@ def test_groups_of_heads_are_no_more_than_there_are() -> None:
         (128, 2048, {"causal": True}, False),
         (128, 8192, {"causal": True, "heads_k": 1}, True),
         (256, 512, {"causal": True}, False),
-        (64, 512, {}, False),
+        (64, 512, {}, True),
+        (64, 4096, {}, False),
         (64, 1024, {}, True),
         (128, 1024, {"heads_k": 1}, False),
         (64, 512, {"window_size": (9, 0)}, False),
@@ -425,10 +426,38 @@ def test_rows_have_an_order_unasked_where_it_is_faster(
     assert f"DETERMINISTIC = {str(ordered).lower()};" in said.steps[1][0].unit
 
 
+@pytest.mark.parametrize(
+    ("options", "converts"),
+    [
+        ({"len_q": 512, "len_k": 512, "head_dim": 128, "causal": True}, False),
+        ({"len_q": 512, "len_k": 2048, "causal": True}, False),
+        ({"len_q": 2048, "len_k": 512}, False),
+        ({"len_q": 513, "len_k": 512, "causal": True}, True),  # the first query sees no key
+        ({"len_q": 513, "len_k": 512, "causal": True, "alignment": "top_left"}, False),
+        ({"len_q": 512, "len_k": 2049, "causal": True}, True),
+        ({"len_q": 512, "len_k": 512, "window_size": (9, 0)}, True),
+        ({"len_q": 512, "len_k": 512, "seqused_k": True}, True),
+        ({"len_q": 512, "len_k": 512, "head_dim": 256}, True),
+    ],
+)
+def test_the_last_part_makes_dq_of_short_rows(options: dict[str, Any], converts: bool) -> None:
+    sizes = {"dtype": "bfloat16", "arch": 90, "heads_q": 2, "head_dim": 64}
+    said = cupyflash.explain(backward=True, deterministic=True, **sizes | options)
+    symbols = [launch.symbol for launch, _ in said.steps]
+    assert (_backward_sm90.CONVERT in symbols) == converts
+    assert f"FINISHES = {str(not converts).lower()};" in said.steps[1][0].unit
+
+
 @needs_compiler
-@pytest.mark.parametrize("dim", [64, 128])
-def test_causal_rows_without_an_order(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backward_sm90, "_is_faster_in_order", lambda problem: False)
-    case = Case(150, 200, dim, dim, heads_q=2, heads_k=1, causal=True)
+@pytest.mark.parametrize(
+    ("dim", "causal", "ordered"),
+    [(dim, causal, False) for dim in (64, 128) for causal in (False, True)] + [(64, True, True)],
+)
+def test_short_rows_whose_dq_is_converted(
+    dim: int, causal: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backward_sm90, "_is_faster_in_order", lambda problem: ordered)
+    monkeypatch.setattr(_backward_sm90, "_finishes", lambda problem: False)
+    case = Case(150, 200, dim, dim, heads_q=2, heads_k=1, causal=causal)
     for seed in SEEDS_IN_TURNS:
         gradients.judge_case(case, gradients.emulated(KERNEL, case, seed))

@@ -119,7 +119,15 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
-    """Let a problem have tiles of its own where its suite says so."""
+    """Let a problem have tiles, or a form, of its own where its suite says so."""
+    if kernel == _backward_sm90.NAME and not problem.startswith("ending"):
+        ordered = _backward_sm90._is_faster_in_order
+        monkeypatch.setattr(_backward_sm90, "_finishes", lambda problem: False)
+        monkeypatch.setattr(
+            _backward_sm90,
+            "_is_faster_in_order",
+            lambda problem: problem.band.bounded and ordered(problem),
+        )
     if kernel == HOPPER and (tiles := mutations_sm90.TILES.get(problem)):
         table = "EIGHT" if problem.startswith("fp8") else "HALF"
         monkeypatch.setattr(_tuning_sm90, table, {(64, 64): tiles})

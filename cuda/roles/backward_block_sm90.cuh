@@ -11,7 +11,7 @@ template <class Consumer>
 DEVICE void differentiate(const Params &p, Shared &shared) {
   const int group = ptx::uniform(threadIdx.x / 128), warp = ptx::uniform(threadIdx.x / 32 % 4);
   if (threadIdx.x / 32 == 4 * CONSUMERS) {
-    const Place place = place_of<Sequences>(p, p.sequences, index_of_block(p));
+    const int index = index_of_block(p);  // on its way while the barriers are made
     if (ptx::lane() == 0) {
       shared.k_ring.init(1);
       shared.v_ring.init(1);
@@ -22,10 +22,13 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
       shared.tail.init();
       shared.leave.init();
       ptx::fence_mbarrier_init();
+    }
+    const Place place = place_of<Sequences>(p, p.sequences, ptx::uniform(index));
+    if (ptx::lane() == 0) {
       shared.place = place;
       Loader loader(p, shared);
-      shared.blocks = loader.walk.count();
       if constexpr (!VARIES) loader.begin();  // the sooner the better; rows to clear need another warp
+      shared.blocks = Walk(p, shared.place).count();
     }
   }
   ptx::barrier();  // the barriers are made, and the place is known
@@ -49,7 +52,7 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
     // Read anew where dQ has an order and at head dim 64: ptxas keeps the other one in a uniform register there, and
     // spills.
     const int own = static_cast<int>(ptx::opaque(threadIdx.x) / 32 % 4);
-    Consumer(p, shared, group, DETERMINISTIC || HEAD_DIM == 64 ? own : warp).run();
+    Consumer(p, shared, group, DETERMINISTIC || FINISHES || HEAD_DIM == 64 ? own : warp).run();
   }
 }
 

@@ -84,13 +84,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int k = key + static_cast<int>(thread % 128 / 32 * 16) + s[0].row(r, lane);
-      const Range seen = k < shared.place.k.length ? mask.queries(k, k + 1) : Range{0, 0};
-      begin[r] = seen.begin - column, end[r] = seen.end - column;
+      const Range seen = mask.queries(k, k + 1);
+      begin[r] = k < shared.place.k.length ? seen.begin - column : BLOCK_Q;
+      if constexpr (LOWER_BOUND<Mask>) end[r] = seen.end - column;  // else queries to the last one see it
     }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
       s[h].each([&](float &weight, int r, int c) {
-        weight = (h * 64 + c >= begin[r]) & (h * 64 + c < end[r]) ? weight : 0.0f;
+        bool sees = h * 64 + c >= begin[r];
+        if constexpr (LOWER_BOUND<Mask>) sees &= h * 64 + c < end[r];
+        weight = sees ? weight : 0.0f;
       });
   }
 

@@ -14,6 +14,15 @@ struct NarrowConsumer : Consumer {
 
   // Query blocks are issued by the groups in turn, so that one does arithmetic while the other multiplies.
   DEVICE void await_turn() const { ptx::named_barrier_sync(FIRST_TURN + opaque_group(), 256); }
+  // The same after the loop. Where dQ is made here ptxas would keep the barrier's number for it, in a register that is
+  // not there.
+  DEVICE void await_last_turn() const {
+    if constexpr (FINISHES) {
+      ptx::named_barrier_sync(FIRST_TURN + group, 256);
+    } else {
+      await_turn();
+    }
+  }
   DEVICE void hand_over() const { ptx::named_barrier_arrive(FIRST_TURN + 1 - opaque_group(), 256); }
 
   // S^T = K Q^T and dP^T = V dO^T, of this group's keys.
@@ -64,18 +73,49 @@ struct NarrowConsumer : Consumer {
     }
   }
 
-  // Leaves this group's part of dQ to a warp of the producer, which adds it to global memory.
+  // Leaves this group's part of dQ to a warp of the producer, which adds it to global memory; or, if it is the last,
+  // makes dQ.
   DEVICE void drain(u32 number) {
     auto &ring = shared.passed.dq_ring[group];
     const u32 thread = ptx::opaque(threadIdx.x) % 128;
-    const Cursor<1> dq_slot(number);
-    dq_slot.wait_empty(ring);
+    const Cursor<1> dq_slot(number), given(number + FINISHES);  // then also the first slot is given
+    given.wait_empty(ring);
+    const Fate fate = FINISHES ? shared.passed.fate[opaque_group()] : Fate::ADDED;
+    if (fate != Fate::ADDED) {
+      finish_dq(thread, fate == Fate::LAST);
+    } else {
 #pragma unroll
-    for (int chunk = 0; chunk < DQ_CHUNKS; ++chunk)
-      *reinterpret_cast<Four *>(shared.passed.dq[group][chunk][thread]) = four(dq, chunk);
-    ptx::fence_proxy_async();
+      for (int chunk = 0; chunk < DQ_CHUNKS; ++chunk)
+        *reinterpret_cast<Four *>(shared.passed.dq[group][chunk][thread]) = four(dq, chunk);
+      ptx::fence_proxy_async();
+    }
     ptx::warp_barrier();
     arrive(dq_slot.full(ring));
+  }
+
+  // dQ of a block, of this group's part and the sum of all others, if there are any.
+  DEVICE void finish_dq(u32 thread, bool others) {
+    if (others) {
+#pragma unroll
+      for (int chunk = 0; chunk < DQ_CHUNKS; ++chunk) {
+        const Four sum = *reinterpret_cast<const Four *>(shared.passed.dq[group][chunk][thread]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq.x[4 * chunk + i] += sum.x[i];
+      }
+    }
+    dq.each([&](float &value, int, int) { value *= p.scale; });
+    const u32 lane = ptx::lane();
+    const int columns = p.head_dim - (HALVES > 1 ? 0 : static_cast<int>(opaque_group()) * 64) - dq.column(0, lane);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = static_cast<int>(thread / 32 * 16) + dq.row(r, lane);
+      auto *target = reinterpret_cast<u32 *>(shared.passed.rows[opaque_group()] + row * p.dq_row + dq.column(0, lane));
+      if (row < shared.passed.count[opaque_group()]) {
+#pragma unroll
+        for (int chunk = 0; chunk < DQ_CHUNKS; ++chunk)
+          if (8 * chunk < columns) target[4 * chunk] = T::pair(dq.x[4 * chunk + 2 * r], dq.x[4 * chunk + 2 * r + 1]);
+      }
+    }
   }
 
   // One query block, whose P and dP are in registers; its dQ is computed in the next step. Meanwhile the scores of the
@@ -87,7 +127,11 @@ struct NarrowConsumer : Consumer {
     const Cursor<2> ds(number), ds_before(number - 1);
     Weights<T, 64> weights[HALVES], slopes[HALVES];
     differentiate(weights, slopes, here.slot);
-    await_turn();
+    if constexpr (LAST) {
+      await_last_turn();
+    } else {
+      await_turn();
+    }
     issue_sum(dv, weights, at(base, &shared.dout) + here.slot * Queries::BYTES);
     share(base, slopes);
     issue_sum(dk, slopes, at(base, &shared.q) + here.slot * Queries::BYTES);
@@ -177,7 +221,7 @@ struct NarrowConsumer : Consumer {
         for (++number; !last(); ++number) step<false, false>();
         step<false, true>();
       }
-      if (group == 0) await_turn();
+      if (group == 0) await_last_turn();
     } else {
       Cursor<1>().wait_full(shared.v_ring);
       finish_dv();

@@ -143,12 +143,19 @@ template <>
 struct Turns<true> : Turns<false> {
   u32 own, before = 0;  // what it is when this block of keys, and when those before it, have added
   int until = 0;        // the block of keys before this one sees queries up to here
+  int following;        // and the one after it from here on
   const bool waits;
 
   DEVICE Turns(const Params &p, const Place &place, int group, bool waits)
-      : Turns<false>(p, place, group, waits), own(place.key / BLOCK_K + 1), waits(waits) {
-    if (own > 1) until = queries_of(p, place, place.head_k * (p.heads_q / p.heads_k), place.key - BLOCK_K).end;
+      : Turns<false>(p, place, group, waits), own(place.key / BLOCK_K + 1), following(place.q.length), waits(waits) {
+    const int head = place.head_k * (p.heads_q / p.heads_k);
+    if (own > 1) until = queries_of(p, place, head, place.key - BLOCK_K).end;
+    if (FINISHES && place.key + BLOCK_K < place.k.length)
+      following = queries_of(p, place, head, place.key + BLOCK_K).begin;
   }
+
+  // Whether no block of later keys adds to a query block.
+  DEVICE bool ends(const Block &block) const { return block.q < following; }
 
   // Goes to a query block. If the block of keys before this one does not walk it, none does: see queries_of.
   DEVICE void choose(const Block &block) {
@@ -172,12 +179,66 @@ struct Turns<true> : Turns<false> {
   }
 };
 
+// One thread: adds a consumer's part of dQ, block after block, but leaves the sum of all earlier keys to the consumer
+// where there are no later ones: it makes dQ then. So the consumer has the room for its part when it knows which it is.
+template <class S>
+DEVICE void drain_and_return(const Params &p, S &shared, const Place &place, int group) {
+  Turns<true> turns(p, place, group, true);
+  Walk walk(p, place);
+  if (walk.done()) return;
+  Cursor<1> at;
+  auto &ring = shared.passed.dq_ring[group];
+  const u32 part = ptx::smem_address(shared.passed.dq[group]);
+  const auto give = [&](Fate fate) {
+    shared.passed.fate[group] = fate;
+    if (fate == Fate::LAST) {
+      ptx::mbarrier_arrive_expect_tx(at.empty(ring), PART * sizeof(float));
+    } else {
+      ptx::mbarrier_arrive(at.empty(ring));
+    }
+  };
+  bool last = turns.ends(walk.block);
+  if (!last) give(Fate::ADDED);
+  for (bool more = true; more;) {
+    turns.await(walk.block);
+    const bool first = turns.begin();
+    float *sums = p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART;
+    if (last) {
+      const int row = walk.block.q + (HALVES > 1 ? group * 64 : 0);
+      shared.passed.rows[group] = p.dq_rows + batch_of(place) * p.dq_batch + walk.block.head * p.dq_head +
+                                  row_of(place.q, row) * p.dq_row + (HALVES > 1 ? 0 : group * 64);
+      shared.passed.count[group] = place.q.length - row;
+      give(first ? Fate::ALONE : Fate::LAST);
+      if (!first) ptx::bulk_load(part, sums, PART * sizeof(float), at.empty(ring));
+    }
+    const bool added = !last;
+    walk.advance();
+    more = !walk.done();
+    last = more && turns.ends(walk.block);
+    at.wait_full(ring);
+    at.advance();
+    if (added) {
+      if (first) {
+        ptx::bulk_store(sums, part, PART * sizeof(float));
+      } else {
+        ptx::bulk_reduce_add_f32(sums, part, PART * sizeof(float));
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+    }
+    if (more && !last) give(Fate::ADDED);
+    if (added) turns.pass_on();
+  }
+}
+
 // One thread: adds a consumer's part of dQ, block after block, or tells the consumer when to.
 template <class S>
 DEVICE void drain(const Params &p, S &shared, const Place &place, int group, bool waits) {
   Turns<DETERMINISTIC> turns(p, place, group, waits);
   Cursor<1> at;
-  if constexpr (!WIDE) {
+  if constexpr (FINISHES) {
+    drain_and_return(p, shared, place, group);
+  } else if constexpr (!WIDE) {
     auto &ring = shared.passed.dq_ring[group];
     for (Walk walk(p, place); !walk.done(); walk.advance()) {
       turns.await(walk.block);

@@ -29,8 +29,10 @@ constexpr int HALVES = BLOCK_Q / 64;  // of a query block: products are 64 queri
 constexpr int STAGES = 2;             // query blocks in shared memory at a time
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
 constexpr bool DETERMINISTIC = Config::DETERMINISTIC;  // dQ is summed in a fixed order
+constexpr bool FINISHES = Config::FINISHES;            // who adds the last part to dQ makes it: there is no other step
 constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;   // numbers of dQ of a query block that one accumulates
 static_assert(WIDE ? BLOCK_Q == 64 : PART == 4096, "products are 64 queries and 64 columns of dQ wide");
+static_assert(!FINISHES || (DETERMINISTIC && !(WIDE || VARIES)), "it is known which part is the last");
 static_assert(BLOCK_Q / ADDED_ROWS >= 2 * CONSUMERS, "each consumer has two counters of the sums of a query block");
 
 // Packed arrays are those of one batch entry, len_q and len_k are their rows, and batch is the number of sequences.
@@ -39,10 +41,12 @@ struct Params {
   ptx::TensorMap k, v;            // boxes of BLOCK_K rows
   ptx::TensorMap dk, dv;          // boxes of 64 rows
   Element *dk_rows, *dv_rows;     // the same arrays
+  Element *dq_rows;               // [batch, len_q, heads_q, head_dim]
   const float *lse_log2, *delta;  // [heads, stat_rows]: see attention_bwd_delta
   float *dq;                      // [heads, stat_rows, HEAD_DIM], in the order of fragments
   i64 dk_batch, dk_row, dk_head;  // strides in elements; the last dimension's is 1
   i64 dv_batch, dv_row, dv_head;
+  i64 dq_batch, dq_row, dq_head;
   int batch, len_q, len_k, heads_q, heads_k;
   int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM
   int stat_rows;             // see tile/stat_rows.cuh
@@ -75,11 +79,19 @@ struct Block {
 };
 constexpr int BLOCKS = 4;  // those under way: of the dQ that leaves, of P, of the scores, and the next
 
+// What becomes of a consumer's part of dQ of a query block: it is added to others in global memory, or it is the last
+// and makes dQ with the sum of the others, if there are any.
+enum class Fate { ADDED, LAST, ALONE };
+
 // What one consumer tells the other, and what it leaves for the producer: numbers in the order of fragments.
 template <bool WIDE>
 struct Passed {
   alignas(128) float dq[CONSUMERS][DQ_CHUNKS][128][4];
   Ring<1> dq_ring[CONSUMERS];
+  // Where the last part makes dQ, known when the slot is empty, with the sum of the others in it.
+  Fate fate[CONSUMERS];
+  Element *rows[CONSUMERS];  // of dQ that the part is of
+  int count[CONSUMERS];      // that exist
 
   DEVICE void init() {
     for (auto &ring : dq_ring) ring.init(1, 4);
@@ -284,16 +296,16 @@ DEVICE i64 stat_of(const Params &p, const Place &place, const Block &block) {
   return stat_row<Sequences>(place.q, place.batch, block.head, p.heads_q, p.stat_rows) + block.q;
 }
 
-// The index of this block: blocks that wait for each other take numbers, so that the earlier ones have begun. By a full
-// warp.
-DEVICE u32 index_of_block(const Params &p) {
+// The index of this block: blocks that wait for each other take numbers, so that the earlier ones have begun. For a
+// warp's first lane.
+DEVICE int index_of_block(const Params &p) {
   if constexpr (DETERMINISTIC) {
     const i64 heads = static_cast<i64>(p.heads_q) * (PACKED ? 1 : p.batch);
     int number = 0;
     if (ptx::lane() == 0) number = static_cast<int>(ptx::atomic_add(p.added + heads * p.stat_rows / ADDED_ROWS, 1));
-    return ptx::uniform(number);
+    return number;
   }
-  return blockIdx.x;
+  return static_cast<int>(blockIdx.x);
 }
 
 }  // namespace backward
