@@ -168,13 +168,15 @@ def modified_gate() -> list[Any]:
     hopper += [(90, "bfloat16", 256, dense)]
     hopper += [(90, "bfloat16", 256, (name, "packed")) for name in ("bias", "mask", "dropout")]
     hopper += [(90, "float8_e4m3fn", head_dim, dense) for head_dim in (64, 128, 256)]
-    hopper += [(90, "float8_e4m3fn", 128, (name,)) for name in dense]
-    alone = ("packed", "used", "sink", "softcap", "bias")
-    hopper += [(90, "float8_e4m3fn", 64, (name,)) for name in alone]
-    hopper += [(90, "float8_e4m3fn", 64, ("mask", "segments"))]
-    hopper += [(90, "float8_e4m3fn", head_dim, ("packed",)) for head_dim in (128, 256)]
-    hopper += [(90, "float8_e4m3fn", 256, (name,)) for name in ("dropout", "bias")]
-    hopper += [(90, "float8_e4m3fn", 256, ALL)]
+    few = {
+        64: ("packed", "used", "sink", "softcap", "bias"),
+        128: ("packed", "alibi", "mask", "prefix"),
+        256: ("packed", "softcap", "bias", "dropout"),
+    }
+    hopper += [
+        (90, "float8_e4m3fn", head_dim, (name,)) for head_dim in few for name in few[head_dim]
+    ]
+    hopper += [(90, "float8_e4m3fn", 64, ("mask", "segments")), (90, "float8_e4m3fn", 256, ALL)]
     single = itertools.product((64, 96, 192, 256), ("dropout", "softcap", "bias", "packed"))
     hopper += [(90, "bfloat16", head_dim, (name,)) for head_dim, name in single]
     hopper += [(90, "bfloat16", 256, (name,)) for name in ("used", "alibi")]
