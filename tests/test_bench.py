@@ -300,9 +300,9 @@ def test_everyone_is_timed_in_every_round_in_rotating_order(monkeypatch) -> None
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert turns == [
         ["cupyflash", "a", "b"],
+        ["b", "a", "cupyflash"],
         ["a", "b", "cupyflash"],
-        ["b", "cupyflash", "a"],
-        ["cupyflash", "a", "b"],
+        ["cupyflash", "b", "a"],
     ]
 
 

@@ -1,7 +1,8 @@
 """Time implementations against each other: results checked first, then in turn, round by round.
 
-Clocks and power drift, so a single order would favour somebody: every round times everyone once,
-the order rotates, and medians over the rounds count. `rounds_us` keeps each round's time, from
+Clocks and power drift, and whoever follows one that draws little power is faster, so a single order
+would favour somebody: every round times everyone once, the order rotates and turns around, and
+medians over the rounds count. `rounds_us` keeps each round's time, from
 which the ratio of two implementations is taken round by round.
 """
 
@@ -108,10 +109,19 @@ def measure(case: Case, group: Group, effort: Effort) -> list[Row]:
     if group.device == "cuda":
         preheat(entries, effort.preheat_s)
     for turn in range(effort.rounds):
-        shift = turn % len(entries)
-        for entry in entries[shift:] + entries[:shift]:
+        for entry in ordered(entries, turn):
             attempt(entry, functools.partial(time_once, entry, effort.budget_s))
     return [row_of(case, entry, group.name) for entry in entries]
+
+
+def ordered(entries: list[Entry], turn: int) -> list[Entry]:
+    """Return everyone in the order of a round: two rounds begin at each, one backwards.
+
+    Nobody follows the same one in both.
+    """
+    shift = turn // 2 % max(1, len(entries))
+    rotated = entries[shift:] + entries[:shift]
+    return rotated[::-1] if turn % 2 else rotated
 
 
 def truth_of(case: Case, arrays: Arrays, group: Group) -> Truth | gradients.GradientTruth:

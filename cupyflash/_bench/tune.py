@@ -21,7 +21,7 @@ from .._call import PLANS
 from ..errors import CompileFailed
 from .case import Case
 from .results import OWN
-from .run import Effort, Entry, attempt, preheat, row_of, start
+from .run import Effort, Entry, attempt, ordered, preheat, row_of, start
 from .runner import cupyflash
 from .truth import Truth
 
@@ -119,8 +119,7 @@ def race(entries: list[Entry], effort: Effort) -> None:
             running = [entry for entry in running if entry.error is None]
             running.sort(key=lambda entry: statistics.median(entry.kernel_rounds))
             del running[FINALISTS:]
-        shift = turn % max(1, len(running))
-        for entry in running[shift:] + running[:shift]:
+        for entry in ordered(running, turn):
             attempt(entry, functools.partial(time_kernel, entry, effort.budget_s))
 
 
