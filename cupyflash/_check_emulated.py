@@ -130,6 +130,20 @@ def tiles_of_queries(
     seen = {k // config.block_k for begin, end in walks for k in range(begin, end)}
     owned = problem.batch * problem.heads_k * (blocks if hopper else len(seen))
     left = stats.tiles_loaded_bytes - owned * config.block_k * row
+    if (
+        hopper and _backward_sm90.CONVERT not in launched
+    ):  # sums of dQ came to whose part is the last
+        ranges = [
+            problem.band.keys(
+                q, min(q + config.block_q, problem.len_q), problem.len_q, problem.len_k
+            )
+            for q in range(0, problem.len_q, config.block_q)
+        ]
+        several = sum(
+            (end - 1) // config.block_k > begin // config.block_k for begin, end in ranges
+        )
+        summed = problem.batch * problem.heads_q * several
+        left -= summed * config.block_q * config.head_dim * ITEMSIZES["float32"]
     loaded = left // (config.block_q * (row + STATISTICS_BYTES))
     every = problem.batch * problem.heads_q * blocks * -(-problem.len_q // config.block_q)
     return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}

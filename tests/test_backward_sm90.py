@@ -164,9 +164,10 @@ def test_groups_of_heads_keep_the_order(group: int, monkeypatch: pytest.MonkeyPa
 
 @needs_compiler
 def test_sums_have_any_order_unless_asked() -> None:
+    case = next(case for case in ORDERED if case.head_dim == 128 and not case.causal)
     with gradients.kept_scratch() as scratch:
         for seed in SEEDS_OF[HOPPER]:
-            gradients.emulated(KERNEL, ORDERED[0], seed)
+            gradients.emulated(KERNEL, case, seed)
     assert len(set(scratch)) > 1
 
 

@@ -67,10 +67,10 @@ def test_what_the_hopper_kernel_moved_is_counted() -> None:
     assert done.exit_code == 0, done.output
     full, causal, odd, double, _ = json.loads(done.stdout)["outcomes"]
     assert odd["status"] == double["status"] == "unsupported"
-    # Tiles of 192 queries; of 128 keys, and 64 under a mask: a head has one and two of queries.
-    assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (2 * 2, 0)
-    assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (3 + 4, 1)
-    assert causal["moved"]["global_read_bytes"] == (256 + 2 * (192 + 256)) * 64 * 2
+    # Tiles of 256 queries and 64 keys: a head has one of queries.
+    assert (full["moved"]["tiles_loaded"], full["moved"]["tiles_skipped"]) == (2 * 3, 0)
+    assert (causal["moved"]["tiles_loaded"], causal["moved"]["tiles_skipped"]) == (4, 0)
+    assert causal["moved"]["global_read_bytes"] == (256 + 2 * 256) * 64 * 2
     assert full["moved"]["products"] == full["moved"]["wgmma"] > 0
 
 
@@ -84,7 +84,7 @@ def test_what_the_backward_kernels_moved_is_counted(kernel: str) -> None:
     # Tiles of queries and of keys: 64 and 128 of the generic kernel, 128 and 128 on Hopper.
     assert (full["tiles_loaded"], full["tiles_skipped"]) == ((12 if generic else 8), 0)
     assert (causal["tiles_loaded"], causal["tiles_skipped"]) == ((6, 2) if generic else (3, 1))
-    assert full["launches"] == 3
+    assert full["launches"] == (3 if generic else 2)  # short rows on Hopper are not converted
     assert full["mma" if generic else "wgmma"] == full["products"] > causal["products"] > 0
     assert double is None
     assert odd is None if not generic else odd["tiles_loaded"] is None, "it goes by plain loads"
