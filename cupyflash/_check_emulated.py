@@ -20,7 +20,7 @@ from . import (
 from ._array import ITEMSIZES
 from ._bench.case import Case
 from ._kernels import Kernel
-from ._problem import DESCALES
+from ._problem import DESCALES, Problem
 from .errors import InvalidArgument
 
 ARCH = 90  # the compute capability that the emulator stands for
@@ -130,23 +130,22 @@ def tiles_of_queries(
     seen = {k // config.block_k for begin, end in walks for k in range(begin, end)}
     owned = problem.batch * problem.heads_k * (blocks if hopper else len(seen))
     left = stats.tiles_loaded_bytes - owned * config.block_k * row
-    if (
-        hopper and _backward_sm90.CONVERT not in launched
-    ):  # sums of dQ came to whose part is the last
-        ranges = [
-            problem.band.keys(
-                q, min(q + config.block_q, problem.len_q), problem.len_q, problem.len_k
-            )
-            for q in range(0, problem.len_q, config.block_q)
-        ]
-        several = sum(
-            (end - 1) // config.block_k > begin // config.block_k for begin, end in ranges
-        )
-        summed = problem.batch * problem.heads_q * several
-        left -= summed * config.block_q * config.head_dim * ITEMSIZES["float32"]
+    if hopper and _backward_sm90.CONVERT not in launched:
+        left -= sums_loaded_bytes(problem, config)
     loaded = left // (config.block_q * (row + STATISTICS_BYTES))
     every = problem.batch * problem.heads_q * blocks * -(-problem.len_q // config.block_q)
     return {"tiles_loaded": loaded, "tiles_skipped": every - loaded}
+
+
+def sums_loaded_bytes(problem: Problem, config: Any) -> int:
+    """Return the bytes of sums of dQ that come to a block which makes dQ: those of other keys."""
+    ranges = (
+        problem.band.keys(q, min(q + config.block_q, problem.len_q), problem.len_q, problem.len_k)
+        for q in range(0, problem.len_q, config.block_q)
+    )
+    several = sum((end - 1) // config.block_k > begin // config.block_k for begin, end in ranges)
+    row = problem.batch * problem.heads_q * config.head_dim * ITEMSIZES["float32"]
+    return several * config.block_q * row
 
 
 def report(outcomes: list[_check.Outcome]) -> Table:
