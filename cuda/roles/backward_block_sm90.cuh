@@ -52,7 +52,7 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
     // Read anew where dQ has an order and at head dim 64: ptxas keeps the other one in a uniform register there, and
     // spills.
     const int own = static_cast<int>(ptx::opaque(threadIdx.x) / 32 % 4);
-    Consumer(p, shared, group, DETERMINISTIC || FINISHES || HEAD_DIM == 64 ? own : warp).run();
+    Consumer(p, shared, group, DETERMINISTIC || HEAD_DIM == 64 ? own : warp).run();
   }
 }
 

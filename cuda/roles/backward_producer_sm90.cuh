@@ -179,11 +179,26 @@ struct Turns<true> : Turns<false> {
   }
 };
 
+// Where a query block's parts of a group are summed.
+DEVICE float *sums_of(const Params &p, const Place &place, const Block &block, int group) {
+  return p.dq + stat_of(p, place, block) * HEAD_DIM + group * PART;
+}
+
+// Adds a part that lies in shared memory to the sums, or makes them of it, until it has been read.
+DEVICE void add_part(float *sums, u32 part, bool first) {
+  if (first) {
+    ptx::bulk_store(sums, part, PART * sizeof(float));
+  } else {
+    ptx::bulk_reduce_add_f32(sums, part, PART * sizeof(float));
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait_read<0>();
+}
+
 // One thread: adds a consumer's part of dQ, block after block, but leaves the sum of all earlier keys to the consumer
 // where there are no later ones: it makes dQ then. So the consumer has the room for its part when it knows which it is.
 template <class S>
-DEVICE void drain_and_return(const Params &p, S &shared, const Place &place, int group) {
-  Turns<true> turns(p, place, group, true);
+DEVICE void drain_and_return(const Params &p, S &shared, const Place &place, int group, Turns<true> &turns) {
   Walk walk(p, place);
   if (walk.done()) return;
   Cursor<1> at;
@@ -202,7 +217,7 @@ DEVICE void drain_and_return(const Params &p, S &shared, const Place &place, int
   for (bool more = true; more;) {
     turns.await(walk.block);
     const bool first = turns.begin();
-    float *sums = p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART;
+    float *sums = sums_of(p, place, walk.block, group);
     if (last) {
       const int row = walk.block.q + (HALVES > 1 ? group * 64 : 0);
       shared.passed.rows[group] = p.dq_rows + batch_of(place) * p.dq_batch + walk.block.head * p.dq_head +
@@ -217,15 +232,7 @@ DEVICE void drain_and_return(const Params &p, S &shared, const Place &place, int
     last = more && turns.ends(walk.block);
     at.wait_full(ring);
     at.advance();
-    if (added) {
-      if (first) {
-        ptx::bulk_store(sums, part, PART * sizeof(float));
-      } else {
-        ptx::bulk_reduce_add_f32(sums, part, PART * sizeof(float));
-      }
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<0>();
-    }
+    if (added) add_part(sums, part, first);
     if (more && !last) give(Fate::ADDED);
     if (added) turns.pass_on();
   }
@@ -237,21 +244,14 @@ DEVICE void drain(const Params &p, S &shared, const Place &place, int group, boo
   Turns<DETERMINISTIC> turns(p, place, group, waits);
   Cursor<1> at;
   if constexpr (FINISHES) {
-    drain_and_return(p, shared, place, group);
+    drain_and_return(p, shared, place, group, turns);
   } else if constexpr (!WIDE) {
     auto &ring = shared.passed.dq_ring[group];
     for (Walk walk(p, place); !walk.done(); walk.advance()) {
       turns.await(walk.block);
       at.wait_full(ring);
-      float *target = p.dq + stat_of(p, place, walk.block) * HEAD_DIM + group * PART;
-      const u32 part = ptx::smem_address(shared.passed.dq[group]);
-      if (turns.begin()) {
-        ptx::bulk_store(target, part, PART * sizeof(float));
-      } else {
-        ptx::bulk_reduce_add_f32(target, part, PART * sizeof(float));
-      }
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<0>();
+      float *sums = sums_of(p, place, walk.block, group);
+      add_part(sums, ptx::smem_address(shared.passed.dq[group]), turns.begin());
       ptx::mbarrier_arrive(at.empty(ring));
       at.advance();
       turns.pass_on();
