@@ -4,10 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from . import _backward
+from . import _backward, _torch
+from ._array import adapter_of
 from ._attention import attention, attention_varlen
 from ._kernels import backward_name
 from ._problem import DESCALES, forms
+from ._problem_backward import refuse_float8
 from ._scalars import drawn_state, hint
 from .errors import InvalidType
 from .masks import Mask
@@ -144,7 +146,8 @@ def attention_vjp(
         The output, or the pair (out, lse) with ``return_lse``.
     pullback : callable
         ``pullback(dout, dlse=None)`` returns the `Gradients`, as `attention_backward` does. It
-        keeps the arrays that it needs, which must not be changed before it is called.
+        keeps the arrays that it needs, which must not be changed before it is called. What
+        ``torch.autocast`` casts for the call is so for the pullback, wherever that is called.
     """
     options = {name: x for name, x in options.items() if name not in BOUNDS or x is not None}
     packed = any(name in options for name in BOUNDS)
@@ -157,12 +160,22 @@ def attention_vjp(
         )
     if packed:
         options = dict.fromkeys(BOUNDS) | options
+    given = q, k, v
+    if adapter_of(q, "q").framework == "torch":
+        q, k, v = _torch.cast(q, k, v)
+    low = q, k, v
+    refuse_float8(str(getattr(q, "dtype", "")).removeprefix("torch."))
     if options.get("rng_state") is None:
         options["rng_state"] = drawn_state(q, options.get("dropout_p", 0.0))
     out, lse = function(q, k, v, return_lse=True, **options)
     name = backward_name(options.pop("kernel", None))
 
     def pullback(dout: Any, dlse: Any = None) -> Gradients:
-        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, kernel=name, **options)
+        found = attention_backward(dout, q, k, v, out, lse, dlse=dlse, kernel=name, **options)
+        dq, dk, dv = (
+            gradient if x is cast else gradient.to(x.dtype)
+            for gradient, x, cast in zip(found[:3], given, low, strict=True)
+        )
+        return found._replace(dq=dq, dk=dk, dv=dv)
 
     return ((out, lse) if return_lse else out), pullback

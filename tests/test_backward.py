@@ -232,9 +232,12 @@ def test_wrong_arguments(changes: dict[str, Any], error: type, words: str) -> No
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_fp8_is_refused(dtype: str) -> None:
     q, k, v = (x.astype(dtype) for x in (Q, K, V))
-    out, pullback = cupyflash.attention_vjp(q, k, v)
-    with pytest.raises(UnsupportedProblem, match=f"^`q` has dtype {dtype}, of which no gradients"):
-        pullback(DOUT.astype(out.dtype))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    refusal = f"^`q` has dtype {dtype}, of which no gradients"
+    with pytest.raises(UnsupportedProblem, match=refusal):
+        cupyflash.attention_backward(out, q, k, v, out, lse)
+    with pytest.raises(UnsupportedProblem, match=refusal):  # before the forward pass runs
+        cupyflash.attention_vjp(q, k, v)
 
 
 def test_packed_sequences_have_one_layout() -> None:

@@ -444,6 +444,22 @@ def test_autocast_as_pytorchs_own_attention_does_it(dtype: Any) -> None:
         assert attention(q, q, q).dtype == torch.float32
 
 
+def test_autocast_of_attention_vjp() -> None:
+    q, k, v = three(2, 2, 6, 8)
+    inputs = [q, k.bfloat16(), v.half()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, pullback = cupyflash.attention_vjp(*inputs, causal=True)
+        inside = pullback(out)
+    outside = pullback(out)
+    lower = [x.bfloat16() for x in inputs]
+    expected, pull = cupyflash.attention_vjp(*lower, causal=True)
+    assert torch.equal(out, expected)
+    for x, found, again, low in zip(inputs, inside, outside, pull(expected), strict=False):
+        assert found.dtype == again.dtype == x.dtype
+        assert torch.equal(found, again)
+        assert torch.equal(found, low.to(x.dtype))
+
+
 def test_autocast_of_packed_sequences() -> None:
     q, ends = normal(6, 2, 8, requires_grad=True), [0, 2, 6]
     with torch.autocast("cpu", torch.bfloat16):

@@ -7,10 +7,10 @@ one of the dispatcher, over the same `record`; `graph` is what torch.compile tra
 import sys
 
 from . import operators
-from .eager import attention
+from .eager import attention, cast
 from .graph import attach
 
-__all__ = ["attention"]
+__all__ = ["attention", "cast"]
 
 attach()
 if hasattr(sys.modules.get("torch"), "library"):  # a saved graph may ask for them

@@ -20,7 +20,7 @@ from .functions import function, is_traced
 from .graph import lowered
 from .record import Call, refuse
 
-__all__ = ["attention"]
+__all__ = ["attention", "cast"]
 
 
 def attention(
@@ -41,8 +41,7 @@ def attention(
     """
     import torch
 
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (lowered(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
+    q, k, v = cast(q, k, v)
     named = {"q": q, "k": k, "v": v, **extras}
     tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
     wanted = _wanted(torch, tensors if out is None else tensors | {"out": out})
@@ -63,6 +62,15 @@ def attention(
     else:
         results = function(transformed).apply(call, *tensors.values())
     return results if return_lse else results[0]
+
+
+def cast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Return q, a tensor, k and v as autocast has them where it is on for q's device."""
+    import torch
+
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    return tuple(lowered(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
 
 
 def _wanted(torch: Any, arrays: dict[str, Any]) -> list[str]:
