@@ -218,7 +218,11 @@ def check(kernel: str | None, quick: bool, emulate: bool, as_json: bool) -> None
 
 
 @main.command()
-@click.option("--suite", help="One of generic, hopper, modifiers, varlen, host, cpu.")
+@click.option(
+    "--suite",
+    help="One of generic, hopper, backward, backward-generic, paper, deterministic, modifiers, "
+    "varlen, host, cpu.",
+)
 @click.option("--render", type=FILE, help="Show a results file.")
 @click.option("--dtype", help=lists("bf16", "fp32"))
 @click.option("--batch", type=Sizes(), default="1", show_default=True, help="Comma list.")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cupyflash import InvalidArgument, _jit, reference
+from cupyflash import InvalidArgument, _jit, cli, reference
 from cupyflash._bench import (
     environment,
     flex,
@@ -875,6 +875,11 @@ def test_the_environment_says_what_results_depend_on() -> None:
     names = {"gpu", "driver", "cuda", "nvrtc", "cupy", "torch", "peers", "clocks", "date", "commit"}
     assert names <= set(env)
     json.dumps(env)
+
+
+def test_the_help_names_every_suite() -> None:
+    (option,) = (option for option in cli.bench.params if option.name == "suite")
+    assert option.help == f"One of {', '.join(suites.suites())}."
 
 
 @pytest.mark.parametrize(
