@@ -142,4 +142,5 @@ def _group(problem: Problem) -> int:
         problem.head_dim_v,
         ITEMSIZES[problem.dtype],
         problem.batch * problem.heads_k,
+        8,
     )

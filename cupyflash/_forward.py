@@ -43,13 +43,19 @@ def tiles(problem: Problem, block_q: int) -> int:
 
 
 def heads_per_group(problem: Problem) -> int:
-    """Return how many heads share the L2 cache."""
+    """Return how many heads share the L2 cache.
+
+    Thirty-two at least, however long they are: by groups of 4, 8, 16, 32 and 64 heads, causal,
+    H200, attention_fwd_sm90 takes 482, 464, 434, 419 and 433 us at head dim 128, length 4096,
+    900, 843, 810, 796 and 812 at 8192, and 475, 440, 420, 420 and 427 at head dim 256, length 4096.
+    """
     return _tuning.heads_per_group(
         problem.len_k,
         problem.head_dim,
         problem.head_dim_v,
         ITEMSIZES[problem.dtype],
         problem.batch * problem.heads_q,
+        32,
     )
 
 

@@ -261,14 +261,16 @@ def fits(size: int, blocks: int, limit: int) -> bool:
     return max(1, blocks) * (size + 1024) <= limit + 1024
 
 
-def heads_per_group(len_k: int, head_dim: int, head_dim_v: int, itemsize: int, heads: int) -> int:
+def heads_per_group(
+    len_k: int, head_dim: int, head_dim_v: int, itemsize: int, heads: int, least: int
+) -> int:
     """Return how many heads share the L2 cache, see ``Work`` in cuda/tile/work.cuh.
 
-    Eight at least, and as many more as have K and V of 32 MiB together (H200, 60 MB of L2); groups
-    of nearly one size.
+    ``least``, and as many more as have K and V of 32 MiB together (H200, 60 MB of L2); groups of
+    nearly one size.
     """
     one = max(1, len_k * (head_dim + head_dim_v) * itemsize)
-    most = max(8, (32 << 20) // one)
+    most = max(least, (32 << 20) // one)
     groups = -(-heads // most)
     return max(1, -(-heads // max(1, groups)))
 

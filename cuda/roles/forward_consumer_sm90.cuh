@@ -40,7 +40,15 @@ struct Consumer : Rows {
     hand_over();
   }
 
-  // Between two tiles: the last product of the one before, whose O is stored, and the first key block of the next,
+  // Issues the scores of a block alone.
+  DEVICE void issue_scores(u32 slot) {
+    await_turn();
+    issue_qk(slot);
+    ptx::wgmma_commit();
+    hand_over();
+  }
+
+  // Where two tiles' Q have room: the last product of one tile, whose O is stored, and the first key block of the next,
   // which runs from `row` of Q and begins at `key`; or one of the two alone.
   DEVICE void change(bool ends, const Tile &before, u32 slot_before, bool begins, const Tile &here,
                      const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
@@ -48,34 +56,63 @@ struct Consumer : Rows {
       issue_both(slot);
       ptx::wgmma_wait<1>();
     } else if (begins) {
-      await_turn();
-      issue_qk(slot);
-      ptx::wgmma_commit();
-      hand_over();
+      issue_scores(slot);
       ptx::wgmma_wait<0>();
     } else {
       issue_pv();
       ptx::wgmma_commit();
     }
     float inverse[2], lse[2];
-    softmax.finish(c(), Sink(p.sink, (ends ? before : here).head), inverse, lse);
-    rescale(p.dropout, inverse);
-    softmax.reset();
-    if (begins) {
-      quickly = true;
-      modify_all(modifiers.score, here, row, slot, key);
-      release_k();
-      if (!STAGED && only) release_q(slot);
-      if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
-      softmax.meet(s, c());
-      drop(modifiers.dropout, here, row, key);
-    }
+    finish(ends ? before : here, inverse, lse);
+    if (begins) meet_first(here, modifiers, row, slot, key, only);
     ptx::wgmma_wait<0>();
     weights.pack(s);
     if (ends) {
       release_v();
       store(before, slot_before, inverse, lse);
     }
+    empty();
+  }
+
+  // Where one has, the two follow each other: the next Q comes while the last product is made and O is stored.
+  DEVICE void begin(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
+    issue_scores(slot);
+    ptx::wgmma_wait<0>();
+    meet_first(here, modifiers, row, slot, key, only);
+    weights.pack(s);
+    empty();
+  }
+  DEVICE void end(const Tile &at, u32 slot) {
+    issue_pv();
+    ptx::wgmma_commit();
+    float inverse[2], lse[2];
+    finish(at, inverse, lse);
+    ptx::wgmma_wait<0>();
+    release_v();
+    store(at, slot, inverse, lse);
+    for (; v_owed > 0; --v_owed) pass_v(1);
+  }
+
+  // What O is multiplied by as it leaves, and the LSE.
+  DEVICE void finish(const Tile &at, float (&inverse)[2], float (&lse)[2]) {
+    softmax.finish(c(), Sink(p.sink, at.head), inverse, lse);
+    rescale(p.dropout, inverse);
+  }
+
+  // The weights of a tile's first key block; the softmax begins anew.
+  DEVICE void meet_first(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
+    softmax.reset();
+    quickly = true;
+    modify_all(modifiers.score, here, row, slot, key);
+    release_k();
+    if (!STAGED && only) release_q(slot);
+    if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
+    softmax.meet(s, c());
+    drop(modifiers.dropout, here, row, key);
+  }
+
+  // O begins at zero, after the blocks of V that are to be passed over.
+  DEVICE void empty() {
     for (; v_owed > 0; --v_owed) pass_v(1);
     o.zero();
     float mark = 0.0f;
@@ -156,14 +193,20 @@ struct Consumer : Rows {
       const bool nothing = last < first;
       if (VARIES && !nothing && row + 64 > len_q(p, here)) clear_q(slot, len_q(p, here) - row);
       const int late = (here.last - last) / BLOCK_K;  // blocks that only groups below see
-      for (bool begun = false; !begun;) {
-        // The V that ends must not be in the way of a K that is passed over.
-        const bool begins = !nothing && !(pending && v_owed + late > V_STAGES);
-        if (begins) pass_k(late), v_owed += late;
-        if (pending || begins)
-          change(pending, before, slot_before, begins, here, modifiers, row, slot, last, last == first);
-        pending = false;
-        begun = begins || nothing;
+      const auto pass_late = [&] { pass_k(late), v_owed += late; };
+      if constexpr (Q_BUFFERS > 1) {
+        for (bool begun = false; !begun;) {
+          // The V that ends must not be in the way of a K that is passed over.
+          const bool begins = !nothing && !(pending && v_owed + late > V_STAGES);
+          if (begins) pass_late();
+          if (pending || begins)
+            change(pending, before, slot_before, begins, here, modifiers, row, slot, last, last == first);
+          pending = false;
+          begun = begins || nothing;
+        }
+      } else if (!nothing) {
+        pass_late();
+        begin(here, modifiers, row, slot, last, last == first);
       }
       if (none) break;
       if (nothing) {
@@ -181,8 +224,12 @@ struct Consumer : Rows {
       }
       v_owed = (first - here.first) / BLOCK_K;  // blocks that only groups above see
       pass_k(v_owed);
-      pending = true;
-      slot_before = slot;
+      if constexpr (Q_BUFFERS > 1) {
+        pending = true;
+        slot_before = slot;
+      } else {
+        end(here, slot);
+      }
     }
     if (group == 0) await_turn();  // the last one, which nobody takes
     if (ptx::lane() == 0) ptx::bulk_wait_read<0>();

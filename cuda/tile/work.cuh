@@ -7,9 +7,8 @@ struct Work {
   int tile;  // query tile
   int head, batch;
 
-  // Blocks run roughly in the order of their index. Heads go in groups whose K and V fit the L2 cache together; inside
-  // a group the last query tiles come first, since under a causal mask they are the longest, and heads alternate
-  // fastest.
+  // Blocks run roughly in the order of their index. Heads go in groups that share the L2 cache; inside a group the last
+  // query tiles come first, since under a causal mask they are the longest, and heads alternate fastest.
   DEVICE Work(u32 block, int tiles, int heads, int batches, int group) {
     const u32 all_heads = static_cast<u32>(heads) * batches;
     const u32 per_group = static_cast<u32>(group) * tiles;
