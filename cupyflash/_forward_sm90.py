@@ -81,8 +81,6 @@ def _refuse_memory(problem: Problem) -> str | None:
     """Return why no tensor maps describe the arrays, or None."""
     if problem.empty:
         return None
-    if problem.len_k == 0:
-        return "needs keys, got len_k 0"
     return refuse_strides(problem, "q, k, v and out")
 
 

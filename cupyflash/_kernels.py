@@ -287,7 +287,7 @@ FORWARD_SM90 = Kernel(
     arch=range(90, 91),
     needs=(
         f"{', '.join(_forward_sm90.DTYPES)}; head dims <= {MAX_HEAD_DIM} of one class, rows of "
-        "whole 16 bytes; every option; keys; memory that TMA can address"
+        "whole 16 bytes; every option; memory that TMA can address"
     ),
     unsupported=_forward_sm90.refusal,
     config=_forward_sm90.config,

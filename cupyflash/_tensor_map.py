@@ -106,7 +106,8 @@ def _refuse_view(tensor: TensorMap) -> str | None:
 def encode(tensor: TensorMap) -> bytes:
     """Return the bytes of a map, for the GPU.
 
-    Elements outside the tensor are read as zeros, and 128 bytes at a time go to the L2 cache.
+    Elements outside the tensor are read as zeros, and 128 bytes at a time go to the L2 cache. The
+    driver describes no tensor without elements: its map is zeros, which no copy may use.
 
     Raises
     ------
@@ -120,6 +121,8 @@ def encode(tensor: TensorMap) -> bytes:
 
 def encode_by(write: Callable[..., None], tensor: TensorMap) -> bytes:
     """Return the bytes of a map as a function writes them that takes the driver's arguments."""
+    if 0 in tensor.shape:
+        return bytes(BYTES)
     if reason := refusal(tensor):
         raise InvalidArgument(f"a tensor map {reason}")
     dtype, rank, *view = _operands(*tensor[1:])

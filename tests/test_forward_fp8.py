@@ -102,6 +102,14 @@ def test_bands_and_heads(band: dict[str, Any], dtype: str, attend: Any) -> None:
     check(attend, *draw(dtype, (65, 300, 128, 128), 1, 2, 2), **band)
 
 
+def test_no_keys(attend: Any) -> None:
+    for dtype in FORMATS:
+        arrays = draw(dtype, (70, 0, 128, 128))
+        bias = np.zeros(arrays[1].shape[1], np.float32)
+        for options in ({}, {"causal": True, "attn_bias": bias}):
+            assert not check(attend, *arrays, **options).any()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-42, 2.0])
 def test_any_scale(scale: float, attend: Any) -> None:
     check(attend, *draw(), softmax_scale=scale)

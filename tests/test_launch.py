@@ -367,6 +367,15 @@ def test_numbers_of_fp8_are_put_where_a_kernel_reads_them(
         np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=1e-2, atol=1e-3)
 
 
+def test_fp8_without_keys(hopper: FakeGpu, rng: np.random.Generator) -> None:
+    arrays = draw(rng, "float8_e4m3fn", q=(2, 21, 6, 32), k=(2, 0, 2, 32), v=(2, 0, 2, 16))
+    for _ in range(2):  # the second one is warm
+        out, lse = attention(*arrays, return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -np.inf).all()
+    assert [symbol for _, symbol, _ in hopper.compiled] == ["attention_fwd_sm90"]
+
+
 def test_maps_describe_any_order_of_dimensions(hopper: FakeGpu, rng: np.random.Generator) -> None:
     q, k, v = draw(rng)
     expected = attention(q, k, v, causal=True)
