@@ -116,7 +116,6 @@ STILL_READ = "in flight reads"
 TOO_MANY = "more arrivals than its"
 OWNED = "arithmetic with an accumulator that a wgmma in flight owns"
 DEADLOCK = "DEADLOCK"
-MISSED = "the phase after it has ended too"
 
 # fmt: off
 SYNCHRONISATION = (
@@ -314,7 +313,7 @@ SYNCHRONISATION = (
         "ptx::warp_barrier();\n      if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full",
         "if (ptx::lane() == 0) {\n        ptx::mbarrier_arrive(v.full", "fp8", NO_BARRIER),
     Mutation("fp8: V is full when one warp has transposed its share", KERNEL,
-        "FP8 ? TRANSPOSERS : 1", "1", "fp8", MISSED),
+        "FP8 ? TRANSPOSERS : 1", "1", "fp8", "B of wgmma reads"),
     Mutation("fp8: V is transposed before it has landed", PRODUCER,
         "      landed.wait_full(shared.landing.ring);\n", "", "fp8", NO_BARRIER),
     Mutation("fp8: V is transposed over what is still multiplied", PRODUCER,

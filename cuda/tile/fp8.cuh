@@ -105,23 +105,24 @@ struct Landing<unsigned char, KEYS, DV, SLOTS> {
   DEVICE void init(u32 readers) { ring.init(readers); }
 };
 
-// The matrices of 32 keys by 16 columns that V is transposed in, shared out to warps BATCH by BATCH.
+// The matrices of 32 keys by 16 columns that V is transposed in, shared out to warps strip by strip: some of the
+// matrices below each other, whose addresses differ by constants.
 template <int KEYS, int DV>
 struct Matrices {
-  static constexpr int COUNT = KEYS / 32 * (DV / 16), BATCH = 4;  // one after the other would wait
-  static_assert(COUNT % BATCH == 0, "whole batches");
+  static constexpr int ROWS = KEYS / 32, STRIPS = DV / 16 < 6 && ROWS % 2 == 0 ? 2 : 1;  // of each column, for balance
+  static constexpr int COUNT = STRIPS * (DV / 16), STRIP = ROWS / STRIPS;
 
-  DEVICE static u32 key(int n) { return n % (KEYS / 32) * 32; }
-  DEVICE static u32 column(int n) { return n / (KEYS / 32) * 16; }
+  DEVICE static u32 key(int n) { return n % STRIPS * STRIP * 32; }
+  DEVICE static u32 column(int n) { return n / STRIPS * 16; }
 };
 
 // Makes the keys of V from `rows` on zeros, of what one warp of `warps` is going to transpose.
 template <int KEYS, int DV>
 DEVICE void clear_share(Panels<unsigned char, KEYS, DV> &v, u32 rows, int warp, int warps, u32 lane) {
   using Share = Matrices<KEYS, DV>;
-  for (int first = warp * Share::BATCH; first < Share::COUNT; first += warps * Share::BATCH) {
-    for (int n = first; n < first + Share::BATCH; ++n) {
-      const u32 row = Share::key(n) + lane;
+  for (int n = warp; n < Share::COUNT; n += warps) {
+    for (int i = 0; i < Share::STRIP; ++i) {
+      const u32 row = Share::key(n) + i * 32 + lane;
       if (row >= rows) *reinterpret_cast<Chunk *>(v.data + v.offset(row, Share::column(n) / 16)) = {};
     }
   }
@@ -141,23 +142,22 @@ DEVICE void transpose(u32 from, u32 to, int warp, int warps, u32 lane) {
   const u32 target_row = lane % 8 * 2 + (lane / 8 % 2 ^ lane % 8 / 4), target = to + To::offset(target_row, lane / 16);
   const u32 first_half = lane < 16 ? 0x6420 : 0x7531, other_half = 0x6420 ^ 0x7531 ^ first_half;
 #pragma unroll 1
-  for (int first = warp * Share::BATCH; first < Share::COUNT; first += warps * Share::BATCH) {
-    u32 pair[Share::BATCH][4];
+  for (int n = warp; n < Share::COUNT; n += warps) {
+    const u32 key = Share::key(n), column = Share::column(n);
+    const u32 read = (source ^ column % 128) + column / 128 * From::PANEL + key * 128;
+    const u32 write = target + key / 32 * To::SLICE + column * 32;
+    u32 pair[Share::STRIP][4];  // all at once: one after the other would wait
 #pragma unroll
-    for (int i = 0; i < Share::BATCH; ++i) {
-      const u32 key = Share::key(first + i), column = Share::column(first + i);
-      ptx::ldmatrix_x4_trans(pair[i], (source ^ column % 128) + column / 128 * From::PANEL + key * 128);
-    }
+    for (int i = 0; i < Share::STRIP; ++i) ptx::ldmatrix_x4_trans(pair[i], read + i * 32 * 128);
 #pragma unroll
-    for (int i = 0; i < Share::BATCH; ++i) {
-      const u32 key = Share::key(first + i), column = Share::column(first + i);
+    for (int i = 0; i < Share::STRIP; ++i) {
       u32 row[4];
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         row[j] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], first_half);
         row[j + 1] = ptx::permute_bytes(pair[i][j], pair[i][j + 1], other_half);
       }
-      ptx::stmatrix_x4(target + key / 32 * To::SLICE + column * 32, row);
+      ptx::stmatrix_x4(write + i * To::SLICE, row);
     }
   }
 }
