@@ -27,7 +27,7 @@ from ._bench.timing import HostClock
 from ._gradients import attention_backward
 from ._kernels import Kernel
 from ._problem import DESCALES
-from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
+from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem, shown
 from .masks import Mask, PrefixLM, Segments
 
 Features = tuple[str, ...]
@@ -244,7 +244,7 @@ def chosen(name: str | None) -> list[Kernel]:
     named = [kernel for kernel in _kernels.KERNELS if kernel.name == name]
     if not named:
         names = dict.fromkeys(kernel.name for kernel in _kernels.KERNELS)
-        raise InvalidArgument(f"`kernel` must be one of {', '.join(names)}, got {name!r}")
+        raise InvalidArgument(f"`kernel` must be one of {', '.join(names)}, got {shown(name)}")
     found = [kernel for kernel in named if kernel.arch is None or kernel in here]
     if not found:
         raise DeviceUnavailable(f"{name} needs a GPU that is not here: see `cupyflash list`")

@@ -21,7 +21,7 @@ from ._array import ITEMSIZES
 from ._bench.case import Case
 from ._kernels import Kernel
 from ._problem import DESCALES, Problem
-from .errors import InvalidArgument
+from .errors import InvalidArgument, shown
 
 ARCH = 90  # the compute capability that the emulator stands for
 SEED = 0
@@ -47,7 +47,7 @@ def chosen(name: str | None) -> list[Kernel]:
     found = [kernel for kernel in kernels if name in (None, kernel.name)]
     if not found:
         names = ", ".join(kernel.name for kernel in kernels)
-        raise InvalidArgument(f"`kernel` must be one of {names} with --emulate, got {name!r}")
+        raise InvalidArgument(f"`kernel` must be one of {names} with --emulate, got {shown(name)}")
     return found
 
 

@@ -36,6 +36,7 @@ from .errors import (
     InvalidArgument,
     InvalidType,
     UnsupportedProblem,
+    shown,
 )
 
 __all__ = ["Explanation", "Request", "explain", "resolve", "split", "supports", "warmup"]
@@ -157,7 +158,8 @@ class Sizes:
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0:
                 raise InvalidArgument(
-                    f"`{name}` must be an integer from 0 on, got {size!r}: pass it, or q, k and v"
+                    f"`{name}` must be an integer from 0 on, got {shown(size)}: "
+                    "pass it, or q, k and v"
                 )
         return {name: int(size) for name, size in sizes.items()}
 
@@ -302,7 +304,7 @@ def warmup(arrays: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> None:
             raise InvalidArgument("`arch` is that of the device: pass `device`, or leave it out")
         device = options.pop("device", 0)
         if isinstance(device, bool) or not isinstance(device, int | np.integer) or device < 0:
-            raise InvalidArgument(f"`device` must be a CUDA ordinal from 0 on, got {device!r}")
+            raise InvalidArgument(f"`device` must be a CUDA ordinal from 0 on, got {shown(device)}")
         sizes |= {"device": device, "arch": _jit.compute_capability(device)}
     elif "device" in options:
         sizes["device"] = options.pop("device")  # which `resolve` refuses
@@ -338,7 +340,8 @@ def _placeholders(
         shape = tuple(bound[word] for word in wanted[name])
         if math.prod(shape) > MAX_ELEMENTS:
             raise InvalidArgument(
-                f"`{name}` of shape {shape} is larger than any memory: make its sizes smaller"
+                f"`{name}` of shape {shown(shape)} is larger than any memory: "
+                "make its sizes smaller"
             )
         if name in ("q", "k", "v") and not packed:
             shape = tuple(shape[axis] for axis in axes)
@@ -359,8 +362,8 @@ def _dtype_name(dtype: Any) -> str:
     """Return the name of a dtype: a string, or any framework's object."""
     try:
         name = np.dtype(dtype).name if dtype is not None else "none"
-    except TypeError:
-        name = str(dtype).rpartition(".")[2]
+    except (TypeError, ValueError):  # a tensor is what NumPy calls a wrong value
+        name = shown(dtype).rpartition(".")[2]
     if name not in ITEMSIZES:
-        raise InvalidType(f"`dtype` must be one of {', '.join(DTYPES['q'])}, got {dtype!r}")
+        raise InvalidType(f"`dtype` must be one of {', '.join(DTYPES['q'])}, got {shown(dtype)}")
     return name

@@ -25,7 +25,7 @@ from ._forward import MAX_HEAD_DIM, refuse_dtype
 from ._launch import Launch, Steps
 from ._problem import FLOAT8S, FLOATS, Operands, Problem
 from ._problem_backward import Backward
-from .errors import InvalidArgument, UnsupportedProblem
+from .errors import InvalidArgument, UnsupportedProblem, shown
 from .masks import All
 
 __all__ = [
@@ -160,7 +160,7 @@ def select(problem: Problem, name: Any = None) -> Kernel:
     named = next((row for row in rows if isinstance(name, str) and row.name == name), None)
     if named is None:
         names = ", ".join(repr(kernel.name) for kernel in rows)
-        raise InvalidArgument(f"`kernel` must be None or one of {names}, got {name!r}")
+        raise InvalidArgument(f"`kernel` must be None or one of {names}, got {shown(name)}")
     if reason := named.refusal(problem):
         raise UnsupportedProblem(f"`kernel` is {name!r}, which cannot be used: {reason}")
     return named

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _cache
-from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem
+from .errors import DeviceUnavailable, InvalidArgument, UnsupportedProblem, shown
 
 OLDEST_ARCH = 80  # Ampere: the first with cp.async and bfloat16 tensor cores
 
@@ -62,7 +62,7 @@ def check_arch(arch: str) -> None:
     """Raise unless `arch` is the name of an architecture that NVRTC and cupyflash both support."""
     match = re.fullmatch(r"sm_(\d{2,})[af]?", arch)
     if not match:
-        raise InvalidArgument(f'`arch` must be like "sm_80" or "sm_90a", got {arch!r}')
+        raise InvalidArgument(f'`arch` must be like "sm_80" or "sm_90a", got {shown(arch)}')
     capability, known = int(match[1]), supported_archs()
     if capability in known:
         return

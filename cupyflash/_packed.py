@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _philox
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, shown
 from .masks import Mask
 
 # The kinds of elements that arguments may have, as NumPy's letters, and what errors call them.
@@ -232,11 +232,11 @@ def operand(name: str, x: Any, kinds: str = REAL) -> np.ndarray:
     """Return an argument as an array, whose elements are of one of NumPy's kinds."""
     try:
         array = np.asarray(x)
-    except (TypeError, ValueError):  # ragged
+    except (TypeError, ValueError, RuntimeError):  # ragged, or a tensor that is not to be read
         array = np.empty(0, object)
     kind = "f" if "float" in array.dtype.name else array.dtype.kind  # ml_dtypes' floats are V
     if kind not in kinds:
-        got = f"{x!r:.60}" if array.dtype.hasobject else array.dtype
+        got = shown(x) if array.dtype.hasobject else array.dtype
         raise InvalidType(f"`{name}` must be an array of {KINDS[kinds]}, got {got}: convert it")
     return array
 
@@ -254,15 +254,15 @@ def _check_options(o: Options) -> None:
     if (o.cu_seqlens_q is None) != (o.cu_seqlens_k is None):
         raise InvalidArgument("`cu_seqlens_q` and `cu_seqlens_k` must be given together")
     if not isinstance(o.layout, str) or o.layout not in ("bshd", "bhsd"):
-        raise InvalidArgument(f'`layout` must be "bshd" or "bhsd", got {o.layout!r}')
+        raise InvalidArgument(f'`layout` must be "bshd" or "bhsd", got {shown(o.layout)}')
     if not isinstance(o.alignment, str) or o.alignment not in ("bottom_right", "top_left"):
         raise InvalidArgument(
-            f'`alignment` must be "bottom_right" or "top_left", got {o.alignment!r}'
+            f'`alignment` must be "bottom_right" or "top_left", got {shown(o.alignment)}'
         )
     if not isinstance(o.mask, Mask | None):
         raise InvalidType(f"`mask` must be one of cupyflash.masks, got {type(o.mask).__name__}")
     if not isinstance(o.causal, bool | np.bool_):
-        raise InvalidType(f"`causal` must be a bool, got {o.causal!r:.60}")
+        raise InvalidType(f"`causal` must be a bool, got {shown(o.causal)}")
     window = o.window_size if isinstance(o.window_size, tuple | list) else ()
     sides = [side for side in window if side is not None]
     integers = all(isinstance(n, Integral) and not isinstance(n, bool) for n in sides)
@@ -270,18 +270,18 @@ def _check_options(o: Options) -> None:
     if not right and o.window_size is not None:
         raise InvalidArgument(
             "`window_size` must be a pair of sizes, or -1 or None for no bound, "
-            f"got {o.window_size!r:.60}"
+            f"got {shown(o.window_size)}"
         )
     for name in ("softmax_scale", "softcap"):
         value = 0 if getattr(o, name) is None else getattr(o, name)
         try:
             right = not isinstance(value, str | bytes) and math.isfinite(value)
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             right = False
         if not right or isinstance(value, bool):
-            raise InvalidArgument(f"`{name}` must be a finite number, got {value!r:.60}")
+            raise InvalidArgument(f"`{name}` must be a finite number, got {shown(value)}")
         if name == "softcap" and value < 0:
-            raise InvalidArgument(f"`softcap` must not be negative, got {value!r:.60}")
+            raise InvalidArgument(f"`softcap` must not be negative, got {shown(value)}")
 
 
 def _check_shapes(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, shown
 
 __all__ = ["dropout_mask", "keep", "philox4x32", "rescale", "seed_offset", "threshold"]
 
@@ -70,10 +70,10 @@ def seed_offset(rng_state: Any) -> tuple[int, int]:
             seed, offset = (operator.index(number) for number in rng_state)
         except (TypeError, ValueError):
             raise InvalidType(
-                f"`rng_state` must be two integers (seed, offset), got {rng_state!r}"
+                f"`rng_state` must be two integers (seed, offset), got {shown(rng_state)}"
             ) from None
         if not all(-(2**63) <= number < 2**64 for number in (seed, offset)):
-            raise InvalidArgument(f"`rng_state` must fit 64 bits, got ({seed}, {offset})")
+            raise InvalidArgument(f"`rng_state` must fit 64 bits, got {shown((seed, offset))}")
     elif rng_state.dtype == np.uint32 and rng_state.shape == (4,):
         low, high, offset_low, offset_high = rng_state.tolist()
         seed, offset = low | high << 32, offset_low | offset_high << 32
@@ -91,10 +91,10 @@ def threshold(p: float, name: str = "dropout_p") -> int:
     """Return T, the number of the 65536 values of a 16-bit draw that drop a score."""
     try:
         chance = math.nan if isinstance(p, str | bytes | bool) else float(p)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         chance = math.nan
     if not 0.0 <= chance <= 1.0:
-        raise InvalidArgument(f"`{name}` must be from 0 to 1, got {p!r:.60}")
+        raise InvalidArgument(f"`{name}` must be from 0 to 1, got {shown(p)}")
     return round(65536 * chance)
 
 
@@ -162,7 +162,7 @@ def dropout_mask(rng_state: Any, p: float, shape: tuple[int, int, int, int]) -> 
         mask = np.empty((batch, heads, len_q, len_k), bool)
     except (TypeError, ValueError):
         raise InvalidArgument(
-            f"`shape` must be four sizes (batch, heads_q, len_q, len_k), got {shape!r:.60}"
+            f"`shape` must be four sizes (batch, heads_q, len_q, len_k), got {shown(shape)}"
         ) from None
     for b in range(batch):
         for h in range(heads):

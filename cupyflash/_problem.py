@@ -17,7 +17,7 @@ from ._array.host import host_view
 from ._scalars import factor, flag, random_state, scalars
 from ._tensor_map import MAX_STRIDE
 from ._views import broadcast, overlap, overlaps_itself, permuted, strides_like
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, shown
 from .masks import Band, Mask, Segments
 
 __all__ = [
@@ -232,14 +232,14 @@ def checked(
         The fields of `Operands`, and dout, lse and dlse as such views.
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {layout!r}")
+        raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {shown(layout)}")
     band = Band.of(causal, window_size, alignment)
     band, rest = _merged(band, masks, aligned="alibi_slopes" in arrays)
     packed = _is_packed(arrays)
     if packed and layout != "bshd":
         raise InvalidArgument(
             f"`layout` must be 'bshd' for packed sequences, which are (total, heads, head_dim), "
-            f"got {layout!r}"
+            f"got {shown(layout)}"
         )
     axes = (0, 1, 2) if packed else LAYOUTS[layout]
     _check_kinds(arrays)
@@ -409,8 +409,12 @@ def _listed(x: Any, name: str) -> Any:
     try:
         return np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
     except (TypeError, ValueError):  # ragged, or of what is no number
+        rows = "integers in rows of one length"
+        if name in METADATA:
+            rows = "one integer per batch entry"
+        pair = ", for a pair a tuple" if name == "segment_ids" else ""
         raise InvalidType(
-            f"`{name}` must hold one integer per batch entry, got {x!r:.60}"
+            f"`{name}` must hold {rows}, got {shown(x)}: pass an array{pair}"
         ) from None
 
 

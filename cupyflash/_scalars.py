@@ -12,7 +12,7 @@ import numpy as np
 from ._array import HOST, Adapter, Array, adapter_of, host_dtype
 from ._array.host import host_view
 from ._philox import seed_offset, threshold
-from .errors import InvalidArgument, InvalidType, UnsupportedProblem
+from .errors import InvalidArgument, InvalidType, UnsupportedProblem, shown
 
 __all__ = [
     "architecture",
@@ -101,7 +101,7 @@ def architecture(arch: Any) -> int:
     match = re.fullmatch(r"(?:sm_)?(\d{2,3})[af]?", arch) if isinstance(arch, str) else None
     if match is None:
         raise InvalidArgument(
-            f"`arch` must be a compute capability like 90 or 'sm_90', got {arch!r:.60}"
+            f"`arch` must be a compute capability like 90 or 'sm_90', got {shown(arch)}"
         )
     return int(match[1])
 
@@ -113,13 +113,13 @@ def integer(name: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise InvalidType(f"`{name}` must be an integer, got {value!r:.60}") from None
+        raise InvalidType(f"`{name}` must be an integer, got {shown(value)}") from None
 
 
 def hint(name: str, value: Any) -> None:
     """Check a length that no result depends on."""
     if value is not None and integer(name, value) < 0:
-        raise InvalidArgument(f"`{name}` must be a length from 0 on, or None, got {value}")
+        raise InvalidArgument(f"`{name}` must be a length from 0 on, or None, got {shown(value)}")
 
 
 def number(name: str, value: Any) -> float:
@@ -129,7 +129,7 @@ def number(name: str, value: Any) -> float:
     elif hasattr(value, "shape") and not isinstance(value, np.generic):
         value = _element(name, value)
     if not _is_real(value):
-        raise InvalidType(f"`{name}` must be a real number, got {value!r:.60}: pass a float")
+        raise InvalidType(f"`{name}` must be a real number, got {shown(value)}: pass a float")
     try:
         return float(value)
     except OverflowError:  # an integer beyond every float
@@ -192,5 +192,7 @@ def _element(name: str, value: Any) -> Any:
 def _finite(name: str, value: Any, limit: float) -> float:
     result = number(name, value)
     if not abs(result) <= limit or math.isinf(result):
-        raise InvalidArgument(f"`{name}` must be finite in the type of the scores, got {value}")
+        raise InvalidArgument(
+            f"`{name}` must be finite in the type of the scores, got {shown(value)}"
+        )
     return result

@@ -1,5 +1,7 @@
 """The exceptions of cupyflash: each is also the built-in exception that a caller would expect."""
 
+from typing import Any
+
 __all__ = [
     "CompileFailed",
     "CupyflashError",
@@ -8,7 +10,25 @@ __all__ = [
     "InvalidType",
     "KernelFault",
     "UnsupportedProblem",
+    "shown",
 ]
+
+LONGEST = 60  # characters of a value in a message
+
+
+def shown(x: Any) -> str:
+    """Return what a message says of a wrong value: a few words on one line, of an array its shape.
+
+    The elements of an array are not read: a GPU would be waited for.
+    """
+    shape = getattr(x, "shape", None)
+    try:
+        if isinstance(shape, tuple) and shape:
+            return f"a {type(x).__name__} of shape {tuple(shape)}"
+        text = " ".join(repr(x).split())
+    except Exception:  # of an integer with too many digits, for one
+        return f"a {type(x).__name__}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 class CupyflashError(Exception):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, shown
 
 __all__ = ["ALIGNMENTS", "ALL", "All", "Band", "Mask", "PrefixLM", "Segments"]
 
@@ -41,7 +41,7 @@ def _side(value: Any) -> int | None:
 def _check_alignment(alignment: Any) -> None:
     if not isinstance(alignment, str) or alignment not in ALIGNMENTS:
         raise InvalidArgument(
-            f"`alignment` must be 'bottom_right' or 'top_left', got {alignment!r}: "
+            f"`alignment` must be 'bottom_right' or 'top_left', got {shown(alignment)}: "
             "use 'top_left' for the diagonal of torch's is_causal"
         )
 
@@ -158,7 +158,7 @@ class Band(Mask):
             window_size = (None, None)
         if not isinstance(window_size, tuple | list) or len(window_size) != 2:
             raise InvalidArgument(
-                f"`window_size` must be a pair (left, right), got {window_size!r:.60}: "
+                f"`window_size` must be a pair (left, right), got {shown(window_size)}: "
                 "use None for no window"
             )
         left, right = (_side(side) for side in window_size)

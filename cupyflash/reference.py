@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from ._packed import Block, Options, Packed, operand
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, shown
 
 __all__ = [
     "Gradients",
@@ -182,8 +182,8 @@ def output_dtype(dtype: Any) -> np.dtype:
     """Return the dtype of out: that of the inputs, bfloat16 for fp8."""
     try:
         dtype = np.dtype(dtype)
-    except TypeError:
-        raise InvalidType(f"`dtype` must be a dtype of NumPy's, got {dtype!r:.60}") from None
+    except (TypeError, ValueError):
+        raise InvalidType(f"`dtype` must be a dtype of NumPy's, got {shown(dtype)}") from None
     return np.dtype(ml_dtypes.bfloat16) if dtype.itemsize == 1 else dtype
 
 

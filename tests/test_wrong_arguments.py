@@ -202,6 +202,52 @@ def test_a_dtype_of_the_oracle() -> None:
 
 # Messages in a user's words
 
+WRONG = (
+    Q, np.zeros((30, 30)), "x" * 500, "a\nb", [1] * 200, [Q, 3], 10**400, -(10**5000),
+    {str(n): n for n in range(40)},
+)  # fmt: skip
+CALLS: dict[str, Callable[..., Any]] = {
+    "attention": lambda **x: cupyflash.attention(Q, K, K, rng_state=STATE, **x),
+    "supports": lambda **x: cupyflash.supports(**SIZES | {"arch": None, "dtype": "float32"} | x),
+    "reference": lambda **x: reference.attention(Q, K, K, rng_state=STATE, **x),
+    "dropout_mask": lambda **x: cupyflash.dropout_mask(
+        **{"rng_state": STATE, "p": 0.5, "shape": (1, 1, 1, 1)} | x
+    ),
+    "emulate": lambda **x: cupyflash.emulate(**x),
+}
+MODES = ("softmax_scale", "softcap", "alignment", "layout", "window_size", "dropout_p", "seqused_k")
+NAMES = {
+    "attention": (*MODES, "causal", "kernel", "segment_ids"),
+    "supports": (*MODES, "dtype", "arch", "kernel", "max_seqlen_q"),
+    "reference": MODES,
+    "dropout_mask": ("rng_state", "p", "shape"),
+    "emulate": ("arch",),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(function, name) for function in NAMES for name in NAMES[function]]
+)
+def test_a_wrong_value_is_told_in_one_line(function: str, name: str) -> None:
+    messages = []
+    for value in WRONG:
+        try:
+            CALLS[function](**{name: value})
+        except CupyflashError as error:
+            messages.append(str(error))
+    assert messages
+    for message in messages:
+        assert message.startswith(f"`{name}")
+        assert "\n" not in message
+        assert len(message) < 400
+
+
+def test_a_list_of_two_arrays_is_no_pair() -> None:
+    ids = [np.zeros((2, 3), int), np.zeros((2, 5), int)]
+    with pytest.raises(InvalidType, match=r"^`segment_ids` must hold .*, for a pair a tuple$"):
+        cupyflash.attention(Q, K, K, segment_ids=ids)
+    assert cupyflash.attention(Q, K, K, segment_ids=tuple(ids)).shape == Q.shape
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -7,7 +7,7 @@ from .._array import Array
 from .._problem import LAYOUTS
 from .._problem_backward import EXTRA, INPUTS
 from .._views import strides_like
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, shown
 
 __all__ = ["forward", "gradient"]
 
@@ -18,7 +18,7 @@ def forward(named: Mapping[str, Any]) -> tuple[Any, Any]:
 
     q, layout = named["q"], named["layout"]
     if layout not in LAYOUTS:
-        raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {layout!r}")
+        raise InvalidArgument(f"`layout` must be 'bshd' or 'bhsd', got {shown(layout)}")
     eight_bits = q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     out = _fresh(q, named["v"].shape[-1], torch.bfloat16 if eight_bits else q.dtype)
     *batch, rows, heads = q.shape[:-1]
