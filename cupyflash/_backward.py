@@ -15,6 +15,7 @@ from ._facts import (
     Allocation,
     Extras,
     Words,
+    contiguous,
     copied,
     extras_of,
     is_plain,
@@ -22,6 +23,7 @@ from ._facts import (
     layout_of,
     same_kind,
     scalars_key,
+    uneven,
     uploaded,
 )
 from ._kernels import HOST_KERNELS, select
@@ -206,9 +208,8 @@ def _on_host(
     """Compute in host memory: on the host, or on the emulator that stands for a GPU."""
     emulator = None if isinstance(name, str) and name in HOST_KERNELS else EMULATOR.get()
     arch = None if emulator is None else emulator.arch
-    uneven = _uneven(records)
     # NumPy reads rows of any strides.
-    copied_here = [x for x in uneven if emulator is not None or x in DENSE]
+    copied_here = [x for x in _uneven(records) if emulator is not None or x in DENSE]
     records = records | {x: host.contiguous(records[x]) for x in copied_here}
     problem, operands, backward = describe_backward(records, arch=arch, **options)
     kernel = select(problem, name)
@@ -238,12 +239,12 @@ def _on_device(
     """Plan a call on a GPU, whose device is current, and run the plan."""
     device = records["q"].device
     options["arch"] = _jit.compute_capability(device)
-    uneven = _uneven(records)
-    copies = {x: _contiguous(records[x]) for x in uneven}
+    names = _uneven(records)
+    copies = {x: contiguous(records[x]) for x in names}
     problem, operands, backward = describe_backward(records | copies, **options)
     kernel = select(problem, name)
-    if uneven:
-        first = Copies(uneven)
+    if names:
+        first = Copies(names)
         if key is not None:
             PLANS.put(key, first)
         return _with_copies(adapter, request, first)
@@ -272,14 +273,8 @@ def _on_device(
 
 def _uneven(records: Mapping[str, Array]) -> tuple[str, ...]:
     """Return which arrays no kernel reads as they lie; their ranks are not checked yet."""
-    rows = [x for x in ROWWISE if records[x].strides[-1:] not in ((), (1,))]
     dense = [x for x in DENSE if records[x].strides != contiguous_strides(records[x].shape)]
-    return (*rows, *dense)
-
-
-def _contiguous(record: Array) -> Array:
-    """Return the record of a copy that is not there yet."""
-    return record._replace(pointer=0, strides=contiguous_strides(record.shape))
+    return (*uneven(records, ROWWISE), *dense)
 
 
 def _words(records: Mapping[str, Array], operands: Operands) -> Words:

@@ -12,6 +12,7 @@ from ._facts import (
     SCALARS,
     Allocation,
     Extras,
+    contiguous,
     copied,
     extras_of,
     is_plain,
@@ -21,6 +22,7 @@ from ._facts import (
     named_places,
     same_kind,
     scalars_key,
+    uneven,
     uploaded,
 )
 from ._kernels import HOST_KERNELS, select
@@ -42,6 +44,8 @@ from ._views import span
 __all__ = ["PLANS", "call"]
 
 PLANS = Recent(1024)
+
+ROWWISE = ("q", "k", "v")  # what kernels read with a contiguous last dimension
 
 Pointers = tuple[int, int, int, int]  # of q, k, v and out, 0 for an output to allocate
 Span = tuple[int, int]  # the first byte and the end, from the pointer
@@ -266,10 +270,10 @@ def _on_host(
     described = {key: value for key, value in options.items() if key != "kernel"}
     arch = None if emulator is None else emulator.arch
     problem, operands = describe(arrays, arch=arch, **described)
+    if emulator is not None and (names := uneven(arrays, ROWWISE)):
+        arrays = arrays | {x: contiguous_last(arrays[x]) for x in names}
+        problem, operands = describe(arrays, arch=arch, **described)
     kernel = select(problem, name)
-    if kernel.run is None and any(array.strides[3] != 1 for array in operands[:3]):
-        arrays = arrays | {x: contiguous_last(arrays[x]) for x in ("q", "k", "v")}
-        return _on_host(adapter, request, arrays, options)
     out, lse, sums = request.out, None, None
     if out is None:
         out = adapter.empty_strided(*layout_of(problem, operands.out, options["layout"]), HOST)
@@ -297,10 +301,12 @@ def _on_device(
     device, name = arrays["q"].device, options.pop("kernel")
     arch = _jit.compute_capability(device)
     problem, operands = describe(arrays, arch=arch, **options)
-    kernel = select(problem, name)
-    if any(array.strides[3] != 1 for array in operands[:3]):
+    if names := uneven(arrays, ROWWISE):
+        even = arrays | {x: contiguous(arrays[x]) for x in names}
+        select(describe(even, arch=arch, **options)[0], name)  # before anything is copied
         q, k, v = (kept(adapter, adapter.contiguous_last(x), device) for x in request[:3])
         return call(q, k, v, *request[3:], settled=True)
+    kernel = select(problem, name)
     hosted = {x: array for x, array in arrays.items() if is_metadata(x) and array.device == HOST}
     copies = uploaded(adapter, hosted, device)
     if copies:

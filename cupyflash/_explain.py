@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _jit
 from ._array import HOST, ITEMSIZES, Array, adapter_of, contiguous_strides
-from ._facts import SCALARS, lse_shape
+from ._facts import SCALARS, contiguous, lse_shape, uneven
 from ._kernels import backward_name, rejections, select
 from ._launch import Launch, load
 from ._problem import (
@@ -224,6 +224,9 @@ def resolve(
     described = {"arch": arch, "rng_state": state, "masks": masks, **scalars}
     problem, operands = describe(records, **described)
     device = records["q"].device
+    if device != HOST and (names := uneven(records, ("q", "k", "v"))):
+        records |= {name: contiguous(records[name]) for name in names}
+        problem, operands = describe(records, **described)
     if not flag("backward", options.get("backward", False)):
         return Request(problem, operands, kernel, device)
     records |= _results(problem, records)

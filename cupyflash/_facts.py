@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._array import HOST, Adapter, Array, adapter_of, device_guard
+from ._array import HOST, Adapter, Array, adapter_of, contiguous_strides, device_guard
 from ._array.host import host_view
 from ._launch import Launch
 from ._philox import seed_offset
@@ -29,8 +29,9 @@ from ._views import permuted
 from .errors import InvalidArgument
 
 __all__ = [
-    "NONE", "SCALARS", "Allocation", "Extras", "Words", "copied", "extras_of", "is_plain", "kept",
-    "layout_of", "lse_shape", "named_places", "same_kind", "scalars_key", "uploaded",
+    "NONE", "SCALARS", "Allocation", "Extras", "Words", "contiguous", "copied", "extras_of",
+    "is_plain", "kept", "layout_of", "lse_shape", "named_places", "same_kind", "scalars_key",
+    "uneven", "uploaded",
 ]  # fmt: skip
 
 # The arguments that are no arrays, in the order in which calls take them.
@@ -142,6 +143,16 @@ def uploaded(adapter: Adapter, hosted: Mapping[str, Array], device: int) -> dict
             f"pass it as an array on device {device}"
         )
     return {name: adapter.upload(host_view(x), device) for name, x in hosted.items()}
+
+
+def uneven(records: Mapping[str, Array], names: Iterable[str]) -> list[str]:
+    """Return which of these arrays the kernels of a GPU read a copy of; ranks are not checked."""
+    return [name for name in names if records[name].strides[-1:] not in ((), (1,))]
+
+
+def contiguous(record: Array) -> Array:
+    """Return the record of a C-contiguous copy that is not there yet."""
+    return record._replace(pointer=0, strides=contiguous_strides(record.shape))
 
 
 def kept(adapter: Adapter, x: Any, device: int) -> Any:

@@ -110,6 +110,11 @@ def test_no_keys(attend: Any) -> None:
             assert not check(attend, *arrays, **options).any()
 
 
+def test_rows_that_are_not_contiguous_are_copied(attend: Any) -> None:
+    arrays = [np.asfortranarray(x) for x in draw("float8_e4m3fn", (33, 70, 64, 64))]
+    check(attend, *arrays, causal=True)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-42, 2.0])
 def test_any_scale(scale: float, attend: Any) -> None:
     check(attend, *draw(), softmax_scale=scale)

@@ -170,6 +170,24 @@ def test_a_last_stride_other_than_1_is_copied_once(
     assert fake.adapter.copies == 4
 
 
+def test_the_kernel_is_chosen_for_the_copies(hopper: FakeGpu, rng: np.random.Generator) -> None:
+    arrays = draw(rng, "float8_e4m3fn", q=(2, 21, 6, 32), k=(2, 33, 2, 32), v=(2, 33, 2, 16))
+    turned = [np.asfortranarray(x) for x in arrays]
+    placed = [FakeArray(x) for x in turned]
+    assert cupyflash.supports(*placed)
+    cupyflash.warmup(*placed)
+    assert hopper.adapter.copies == 0
+    expected = attention(*arrays)
+    assert np.array_equal(attention(*turned), expected)
+    assert np.array_equal(attention(*turned, kernel="attention_fwd_sm90"), expected)
+    assert hopper.adapter.copies == 6
+    assert [symbol for _, symbol, _ in hopper.compiled] == ["attention_fwd_sm90"]
+    odd = [np.asfortranarray(np.ones((1, 9, 1, 72), "float8_e4m3fn"))] * 3
+    with pytest.raises(UnsupportedProblem, match="in steps of 16, got 72"):
+        attention(*odd)
+    assert hopper.adapter.copies == 6
+
+
 # The unit and the grid
 
 
