@@ -392,6 +392,13 @@ LAYOUT = (
         "/ 16; chunk += 2", "/ 32; chunk += 2", "scores that grow", WRONG),
     Mutation("fp8: pairs of V are parted into the wrong columns", FP8,
         "lane < 16 ? 0x6420 : 0x7531", "lane < 16 ? 0x7531 : 0x6420", "fp8", WRONG),
+    Mutation("fp8: the last strip of V is not transposed", FP8,
+        "n < Share::COUNT; n += warps) {\n    const u32 key",
+        "n + 1 < Share::COUNT; n += warps) {\n    const u32 key", "fp8", "B of wgmma reads"),
+    Mutation("fp8: the matrices of a strip go to the same place", FP8,
+        "write + i * To::SLICE", "write", "fp8", "stmatrix overwrites"),
+    Mutation("fp8: the matrices of a strip come from the same place", FP8,
+        "read + i * 32 * 128", "read", "fp8", WRONG),
     Mutation("fp8: the weights are in the order of the accumulator", FP8,
         "i / 4 * 16 + i % 4 / 2 * 8 + i % 2 * 2", "i / 4 * 16 + i % 4 * 4", "fp8", WRONG),
 )
