@@ -406,7 +406,7 @@ ARITHMETIC = (
     Mutation("O is not zeroed between tiles", CONSUMER,
         "    o.zero();\n    float mark", "    float mark", "causal", WRONG),
     Mutation("the softmax goes on from the tile before", CONSUMER,
-        "    softmax.reset();\n", "", "causal", WRONG),
+        "    softmax.reset();\n    if (begins)", "    if (begins)", "causal", WRONG),
     Mutation("O is not rescaled", CONSUMER,
         "o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });", "",
         "causal", WRONG),

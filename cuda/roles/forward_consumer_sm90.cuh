@@ -64,6 +64,7 @@ struct Consumer : Rows {
     }
     float inverse[2], lse[2];
     finish(ends ? before : here, inverse, lse);
+    softmax.reset();
     if (begins) meet_first(here, modifiers, row, slot, key, only);
     ptx::wgmma_wait<0>();
     weights.pack(s);
@@ -78,6 +79,7 @@ struct Consumer : Rows {
   DEVICE void begin(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
     issue_scores(slot);
     ptx::wgmma_wait<0>();
+    softmax.reset();
     meet_first(here, modifiers, row, slot, key, only);
     weights.pack(s);
     empty();
@@ -99,9 +101,8 @@ struct Consumer : Rows {
     rescale(p.dropout, inverse);
   }
 
-  // The weights of a tile's first key block; the softmax begins anew.
+  // The weights of a tile's first key block, of a softmax that begins anew.
   DEVICE void meet_first(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool only) {
-    softmax.reset();
     quickly = true;
     modify_all(modifiers.score, here, row, slot, key);
     release_k();
