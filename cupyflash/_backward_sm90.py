@@ -272,7 +272,7 @@ def _main(
             problem.head_dim_v,
             stat_rows(problem),
             _heads_per_group(problem, chosen.block_k),
-            0,
+            problem.heads_q // problem.heads_k,
             problem.scale * LOG2_E,
             problem.scale,
         )

@@ -185,7 +185,7 @@ extern "C" __global__ void turns(const __grid_constant__ Trial trial) {
   for (int at = i; at < trial.count; at += 32) {
     const int *now = trial.cases + 5 * at;
     Params p{};
-    p.heads_q = 4, p.heads_k = 2, p.stat_rows = 1024;
+    p.heads_q = 4, p.heads_k = 2, p.sharers = 2, p.stat_rows = 1024;
     p.mask.left = now[2], p.mask.right = now[3], p.mask.bottom_right = now[4];
     u32 counters[4 * 1024 / ADDED_ROWS] = {};
     p.added = counters;
@@ -215,8 +215,9 @@ struct Trial {
 };
 
 extern "C" __global__ void order(const __grid_constant__ Trial p) {
+  const RollingOrder order(p.blocks, p.heads_k, p.batch, p.group);
   for (int i = static_cast<int>(threadIdx.x); i < p.count; i += 32) {
-    const RollingWork work(i, p.blocks, p.heads_k, p.batch, p.group);
+    const RollingWork work(order, i);
     p.tiles[i] = work.tile, p.heads[i] = work.batch * p.heads_k + work.head;
   }
 }

@@ -12,6 +12,7 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
   const int group = ptx::uniform(threadIdx.x / 128), warp = ptx::uniform(threadIdx.x / 32 % 4);
   if (threadIdx.x / 32 == 4 * CONSUMERS) {
     const int index = index_of_block(p);  // on its way while the barriers are made
+    const Order order = order_of(p);
     if (ptx::lane() == 0) {
       shared.k_ring.init(1);
       shared.v_ring.init(1);
@@ -23,7 +24,7 @@ DEVICE void differentiate(const Params &p, Shared &shared) {
       shared.leave.init();
       ptx::fence_mbarrier_init();
     }
-    const Place place = place_of<Sequences>(p, p.sequences, ptx::uniform(index));
+    const Place place = place_of<Sequences>(p, p.sequences, order, ptx::uniform(index));
     if (ptx::lane() == 0) {
       shared.place = place;
       Loader loader(p, shared);

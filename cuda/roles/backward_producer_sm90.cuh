@@ -148,7 +148,7 @@ struct Turns<true> : Turns<false> {
 
   DEVICE Turns(const Params &p, const Place &place, int group, bool waits)
       : Turns<false>(p, place, group, waits), own(place.key / BLOCK_K + 1), following(place.q.length), waits(waits) {
-    const int head = place.head_k * (p.heads_q / p.heads_k);
+    const int head = place.head_k * p.sharers;
     if (own > 1) until = queries_of(p, place, head, place.key - BLOCK_K).end;
     if (FINISHES && place.key + BLOCK_K < place.k.length)
       following = queries_of(p, place, head, place.key + BLOCK_K).begin;

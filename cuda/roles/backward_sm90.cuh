@@ -51,8 +51,8 @@ struct Params {
   int head_dim, head_dim_v;  // the arrays' own, at most HEAD_DIM
   int stat_rows;             // see tile/stat_rows.cuh
   int group;                 // kv heads whose arrays share the L2 cache
-  int unused;
-  float scale_log2, scale;  // softmax_scale * log2(e), and softmax_scale
+  int sharers;               // query heads of a kv head
+  float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
   alignas(8) Mask::Params mask;
   Score::Params score;
   Dropout::Params dropout;
@@ -164,38 +164,52 @@ static_assert(MaskPolicy<Mask> && Mask::INTERVALS, "a key is seen by the queries
 static_assert(Score::IDENTITY && !Dropout::DROPS, "scores have keys in rows, where modifiers take them in columns");
 
 // Which tile a block has.
-template <bool DETERMINISTIC>
+template <bool ROLLS>
 struct OrderOf {
-  using Type = Work;
+  const int tiles, heads, batches, group;
+
+  DEVICE Work at(u32 index) const {
+    Work work(index, tiles, heads, batches, group);
+    work.tile = tiles - 1 - work.tile;  // Work begins with the last
+    return work;
+  }
 };
 template <>
 struct OrderOf<true> {
-  using Type = RollingWork;
+  const RollingOrder order;
+
+  DEVICE OrderOf(int tiles, int heads, int batches, int group) : order(tiles, heads, batches, group) {}
+  DEVICE RollingWork at(u32 index) const { return {order, index}; }
 };
 
 // Blocks of keys run roughly in the order of their index. Heads go in groups whose arrays fit the L2 cache together;
 // inside a group the first keys come first, since under a causal mask those have most queries, and heads alternate
 // fastest; where dQ has a fixed order groups overlap. Packed sequences have as many slots for blocks as their rows may
-// need wherever they begin, see tile/place.cuh. By a full warp.
-template <class Sequences>
-DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences, u32 index) {
-  constexpr bool PACKED = Sequences::PACKED;
+// need wherever they begin, see tile/place.cuh.
+using Order = OrderOf<DETERMINISTIC>;
+DEVICE Order order_of(const Params &p) {
   const int blocks = PACKED ? p.len_k / BLOCK_K + p.batch + 2 : (p.len_k + BLOCK_K - 1) / BLOCK_K;
-  const typename OrderOf<DETERMINISTIC>::Type work(index, blocks, p.heads_k, PACKED ? 1 : p.batch, p.group);
-  const int at = DETERMINISTIC ? work.tile : blocks - 1 - work.tile;  // Work begins with the last
+  return {blocks, p.heads_k, PACKED ? 1 : p.batch, p.group};
+}
+
+// By a full warp.
+template <class Sequences>
+DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences, const Order &order, u32 index) {
+  constexpr bool PACKED = Sequences::PACKED;
+  const auto work = order.at(index);
   Place place;
   place.head_k = work.head;
   if constexpr (PACKED) {
     const auto slot = [&](int i) {
       return static_cast<int>(i == 0 ? 0 : sequences.cu_k.clipped(i - 1, 0, p.len_k) / BLOCK_K) + i;
     };
-    const int i = last_at_most(at, p.batch + 2, slot, ptx::lane());
+    const int i = last_at_most(work.tile, p.batch + 2, slot, ptx::lane());
     const int b = i == 0 ? p.batch : i <= p.batch ? i - 1 : i;  // before the first, a sequence, or after the last
-    place.batch = b, place.key = (at - slot(i)) * BLOCK_K;
+    place.batch = b, place.key = (work.tile - slot(i)) * BLOCK_K;
     place.q = b < p.batch ? Sequences::queries(sequences, b, p.batch, p.len_q) : Span{0, 0, 0};
     place.k = Sequences::every_keys(sequences, b, p.batch, p.len_k);
   } else {
-    place.batch = work.batch, place.key = at * BLOCK_K;
+    place.batch = work.batch, place.key = work.tile * BLOCK_K;
     place.q = Sequences::queries(sequences, place.batch, p.batch, p.len_q);
     place.k = Sequences::keys(sequences, place.batch, p.len_k);
   }
@@ -223,7 +237,7 @@ struct HeadsWalk {
   int begin, end, start;  // of the head's queries, and where the walk of them starts
 
   DEVICE HeadsWalk(const Params &p, const Place &place) : p(p), place(place) {
-    block.head = place.head_k * (p.heads_q / p.heads_k);
+    block.head = place.head_k * p.sharers;
     enter();
   }
 
@@ -235,7 +249,7 @@ struct HeadsWalk {
     return blocks;
   }
 
-  DEVICE bool done() const { return block.head == (place.head_k + 1) * (p.heads_q / p.heads_k); }
+  DEVICE bool done() const { return block.head == (place.head_k + 1) * p.sharers; }
   DEVICE void advance() {
     block.q += BLOCK_Q;
     if (block.q >= end) block.q = begin;
@@ -266,7 +280,7 @@ struct OrderedWalk {
   u32 left;  // query blocks, this one too
 
   DEVICE OrderedWalk(const Params &p, const Place &place) {
-    const int heads = p.heads_q / p.heads_k;
+    const int heads = p.sharers;
     first_head = place.head_k * heads, end_head = first_head + heads;
     const Range seen = place.key < place.k.length ? queries_of(p, place, first_head, place.key) : Range{0, 0};
     left = seen.begin < seen.end ? (seen.end - seen.begin + BLOCK_Q - 1) / BLOCK_Q * heads : 0;
