@@ -40,6 +40,7 @@ POINTERS = ("dk", "dv", "dq")  # whose addresses come first
 SCRATCH = ("lse", "delta", "dq")  # and those that follow
 ROWS_STORED = 64  # of a copy of dk and dv
 L2_BYTES = 32 << 20  # what blocks under way may share
+GROUP_OF_TILES = 4  # heads of a group for each block of keys of one, at most
 FEW_BLOCKS = 4 * 132  # that an H200 runs in four turns
 CONVERT_PARAMS = struct.Struct("<3Q3q5if")
 CONVERT_SCRATCH = ("dq", "added")  # whose addresses come first
@@ -142,9 +143,12 @@ def _heads_per_group(problem: Problem, block_k: int) -> int:
     per_key = 4 * problem.head_dim
     size = problem.len_q * per_query + problem.len_k * per_key
     fit = max(1, L2_BYTES // size)
-    if problem.deterministic:  # halves of two groups are under way, and few blocks of one head wait
-        fit = max(fit // 2, 2 if problem.band.bounded and size <= L2_BYTES else 1)
-    return min(fit, there)
+    if problem.deterministic and not problem.band.bounded:  # halves of two groups are under way
+        fit = max(1, fit // 2)
+    elif problem.deterministic and size <= L2_BYTES:
+        fit = max(fit, 2)  # few blocks of one head wait
+    tiles = -(-problem.len_k // block_k)
+    return min(1 << (fit.bit_length() - 1), GROUP_OF_TILES * tiles, there)
 
 
 def _is_faster_in_order(problem: Problem) -> bool:
