@@ -33,7 +33,7 @@ ADDED_ROWS = 16  # share a counter of what was added to their dQ
 THREADS = 256
 # Params: out, dout, lse, dlse, stat_lse, delta, dq, added; strides of out and dout (batch, row,
 # head) and of dlse (batch, head, row); sizes.
-PARAMS = struct.Struct("<8Q9q6i")
+PARAMS = struct.Struct("<8Q9q8i")
 NAMES = ("out", "dout", "lse", "dlse")  # whose addresses come first
 SCRATCH = ("stat_lse", "delta", "dq", "added")  # and those that follow
 
@@ -96,6 +96,7 @@ def launch(
     dq: int | None = None,
     dq_columns: int = 0,
     added: int | None = None,
+    more: int = 1,
 ) -> Launch:
     """Return the launch of a problem.
 
@@ -113,7 +114,9 @@ def launch(
         A multiple of 4.
     added : int, optional
         Where the counters are that become zeros: 32 bits, (stat_heads, stat_rows / ADDED_ROWS),
-        and one more for the number of the next block.
+        and more.
+    more : int
+        How many more; the first is for the number of the next block.
     """
     chosen = config(problem)
     arrays = (backward.out, backward.dout, backward.lse, backward.dlse)
@@ -130,6 +133,8 @@ def launch(
         problem.head_dim_v,
         stat_rows(problem),
         dq_columns,
+        more,
+        0,
     )
     scratch = zip(SCRATCH, (lse, delta, dq, added), strict=True)
     names = (

@@ -18,21 +18,27 @@ class Scratch:
     delta: int
     dq: int
     added: int | None
+    more: int  # counters that belong to no rows, behind the others
+    partial: int  # sums of those who share a block of keys
     size: int
 
     @classmethod
-    def of(cls, problem: Problem, columns: int, *, counted: bool) -> "Scratch":
+    def of(
+        cls, problem: Problem, columns: int, *, counted: bool, more: int = 1, partial: int = 0
+    ) -> "Scratch":
         """Lay out the scratch of a problem whose sums of dQ have so many columns.
 
-        `counted`: with counters of who has added to them.
+        `counted`: with counters of who has added to them, and `more`; `partial` is in bytes.
         """
         rows = stat_heads(problem) * stat_rows(problem)
         delta = _aligned(4 * rows)
         dq = 2 * delta
         added = dq + _aligned(4 * rows * columns)
         if not counted:
-            return cls(0, delta, dq, None, added)
-        return cls(0, delta, dq, added, added + _aligned(4 * (rows // ADDED_ROWS + 1)))
+            return cls(0, delta, dq, None, added, added, added)
+        counters = rows // ADDED_ROWS
+        sums = added + _aligned(4 * (counters + more))
+        return cls(0, delta, dq, added, added + 4 * counters, sums, sums + _aligned(partial))
 
 
 def key_tiles(problem: Problem, block_k: int) -> int:

@@ -38,6 +38,7 @@ PROBLEMS: dict[str, Case] = {
     "in order": case(140, 530, causal=True),
     "in order, window": case(300, 410, window_size=(20, 9), alignment="top_left"),
     "in order, wide": case(70, 270, 256),
+    "split": Case(300, 140, 128, 128, "float16", heads_q=2, heads_k=1),
     "ending": case(270, 300, causal=True),
     "ending, two panels": case(140, 300, 128),
 }
@@ -272,7 +273,7 @@ LAYOUT = (
 )
 ARITHMETIC = (
     Mutation("dK and dV are not initialised", NARROW,
-        "    dk.zero(), dv.zero();\n", "", "causal", WRONG),
+        "    dk.zero(), dv.zero();\n    if", "    if", "causal", WRONG),
     Mutation("dQ adds to what was there", GROUP,
         "descriptor(b + DownColumns<Right>::advance(step)), step > 0);",
         "descriptor(b + DownColumns<Right>::advance(step)), true);", "causal", WRONG),
@@ -421,5 +422,28 @@ ENDS = (
     Mutation("both groups make the rows of the first", PRODUCER,
         "walk.block.q + (HALVES > 1 ? group * 64 : 0);", "walk.block.q;", "ending", WRONG),
 )
+SPLITS = (
+    Mutation("the first share to come writes the sums", NARROW,
+        "< p.shares - 1) return false;", "!= 0) return false;", "split", WRONG),
+    Mutation("a share of dV is read as one of dK", NARROW,
+        "add(dk, n, *chunk_of(share, CHUNKS + n));", "add(dk, n, *chunk_of(share, n));", "split",
+        WRONG),
+    Mutation("shares are added to what the last one has", NARROW,
+        "    dk.zero(), dv.zero();\n    for", "    for", "split", WRONG),
+    Mutation("both groups have the sums of the first", NARROW,
+        "* CONSUMERS + group;\n      return", "* CONSUMERS;\n      return", "split", WRONG),
+    Mutation("dV of a share is written", NARROW,
+        "if (!SPLITS || shared.place.split < 0) finish_dv();", "finish_dv();", "split",
+        "exited before TMA store had read"),
+    Mutation("every share is the first of the walk", SHARED,
+        "        skip(before);\n", "", "split", WRONG),
+    Mutation("a share goes on to the end of the walk", SHARED,
+        "(place.share + 1) / p.shares - before;", "1 - before;", "split", WRONG),
+    Mutation("a share does not go on from the first query block", SHARED,
+        "    if (block.q >= end) block.q -= of_head() * BLOCK_Q;\n", "", "split", WRONG),
+    Mutation("nobody makes the counters of shares zeros", DELTA,
+        "for (int i = static_cast<int>(thread); i < p.more;", "for (int i = 0; i < 1;", "split",
+        WRONG),
+)
 # fmt: on
-ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + FIRST + ORDER + ENDS
+ALL = SYNCHRONISATION + MEMORY + LAYOUT + ARITHMETIC + MASKS + FIRST + SPLITS + ORDER + ENDS

@@ -162,6 +162,51 @@ def test_groups_of_heads_keep_the_order(group: int, monkeypatch: pytest.MonkeyPa
     assert len(set(scratch)) == 1
 
 
+# Few keys, which have several blocks each: grouped heads, ragged shares, shares of one step.
+SPLIT = (
+    Case(530, 140, 64, 64, heads_q=4, heads_k=1, label="split"),
+    Case(300, 260, 128, 128, "float16", batch=2, heads_q=4, heads_k=2, label="split"),
+    Case(600, 70, 96, 128, label="split"),
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
+def test_shares_of_a_walk_have_the_same_sums_at_every_seed(case: Case) -> None:
+    first, *others = (gradients.emulated(KERNEL, case, seed) for seed in SEEDS_IN_TURNS)
+    judge(case, first)
+    for other in others:
+        assert same_bits(first.dk, other.dk)
+        assert same_bits(first.dv, other.dv)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "length", "options", "walks", "shares"),
+    [
+        (16, 128, 8192, {}, 68, 5),
+        (16, 128, 4096, {}, 68, 3),
+        (16, 128, 1024, {}, 0, 1),  # its steps are too few
+        (32, 64, 8192, {}, 4, 9),
+        (32, 64, 1024, {}, 0, 1),  # its dQ has an order
+        (16, 128, 8192, {"deterministic": True}, 0, 1),
+        (16, 128, 8192, {"causal": True}, 0, 1),
+        (8, 256, 8192, {}, 0, 1),
+    ],
+)  # fmt: skip
+def test_the_last_walks_are_shared(
+    heads: int, dim: int, length: int, options: dict[str, Any], walks: int, shares: int
+) -> None:
+    """Of 16k tokens, as many blocks as there are for an H200 and what is left in the last turn."""
+    said = cupyflash.explain(
+        batch=16384 // length, len_q=length, len_k=length, heads_q=heads, head_dim=dim,
+        dtype="bfloat16", arch=90, backward=True, **options,
+    )  # fmt: skip
+    launch = said.steps[1][0]
+    blocks = heads * 16384 // (64 if dim == 256 else 128)
+    assert launch.grid[0] == blocks + walks * (shares - 1)
+    assert f"SPLITS = {str(walks > 0).lower()}" in launch.unit
+
+
 @needs_compiler
 def test_sums_have_any_order_unless_asked() -> None:
     case = next(case for case in ORDERED if case.head_dim == 128 and not case.causal)
@@ -191,7 +236,7 @@ extern "C" __global__ void turns(const __grid_constant__ Trial trial) {
     p.added = counters;
     int wrong = 0, walked = 0;
     for (int key = 0; key < now[1] + 2 * BLOCK_K; key += BLOCK_K) {
-      const Place place{0, 1, key, {0, now[0], now[0]}, {0, now[1], now[1]}};
+      const Place place{0, 1, key, -1, 0, {0, now[0], now[0]}, {0, now[1], now[1]}};
       Turns<true> turns(p, place, 1, true);
       u32 left = Walk(p, place).count();
       for (Walk walk(p, place); !walk.done(); walk.advance(), --left, ++walked) {
@@ -396,10 +441,33 @@ def test_groups_of_heads_are_no_more_than_there_are() -> None:
         cu_seqlens_q=True, cu_seqlens_k=True,
     )  # fmt: skip
     assert said.kernel == KERNEL
-    params = next(launch.params for launch, _ in said.steps if launch.symbol == KERNEL)
-    *_, group, _, _, _ = _backward_sm90.PARAMS.unpack_from(params, _backward_sm90.OFFSET)
     tiles = 10**6 + 2
-    assert 1 <= group * tiles < 2**32
+    assert 1 <= group_of(said) * tiles < 2**32
+
+
+def group_of(said: Any) -> int:
+    """Return the heads of a group of the kernel's launch."""
+    params = next(launch.params for launch, _ in said.steps if launch.symbol == KERNEL)
+    return _backward_sm90.PARAMS.unpack_from(params, _backward_sm90.OFFSET)[23]
+
+
+@pytest.mark.parametrize(
+    ("dim", "length", "causal", "group"),
+    [
+        (64, 512, True, 16), (64, 1024, True, 32), (64, 2048, True, 16), (64, 8192, True, 4),
+        (128, 512, True, 16), (128, 1024, True, 16), (128, 4096, True, 4), (128, 16384, True, 1),
+        (64, 512, False, 16), (64, 1024, False, 16), (64, 2048, False, 8), (128, 8192, False, 1),
+    ],
+)  # fmt: skip
+def test_groups_of_heads_are_those_that_were_measured(
+    dim: int, length: int, causal: bool, group: int
+) -> None:
+    """Of 16k tokens of 2048 columns: see the page on the kernel."""
+    said = cupyflash.explain(
+        batch=16384 // length, len_q=length, len_k=length, heads_q=2048 // dim, head_dim=dim,
+        dtype="bfloat16", causal=causal, arch=90, backward=True,
+    )  # fmt: skip
+    assert group_of(said) == group
 
 
 @pytest.mark.parametrize(

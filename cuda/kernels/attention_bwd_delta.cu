@@ -1,7 +1,8 @@
 // What the backward pass needs to know of each row of O, before the kernels that compute gradients:
 // delta = rowsum(O * dO) - dLSE, so that dS = P * (dP - delta), and the LSE in the units of tile/stat_rows.cuh, of
 // which P is made. Rows that see no key or are not in use have an LSE of +inf, which makes P = 0, and delta = 0. The
-// accumulator of dQ, where it is not stored to first, and the counters of what was added to it become zeros.
+// accumulator of dQ, where it is not stored to first, and the counters of blocks that add to it, or share their keys,
+// become zeros.
 //
 // One block makes 128 rows of one head, LANES lanes a row. Rows are those of tile/stat_rows.cuh.
 //
@@ -34,12 +35,13 @@ struct Params {
   float *stat_lse;                   // [heads, rows]: all batch entries' heads, those of packed sequences once
   float *delta;                      // likewise
   float *dq;                         // [heads, rows, dq_columns]; may be null
-  u32 *added;                        // [heads, rows / ADDED_ROWS], and one more; may be null
+  u32 *added;                        // [heads, rows / ADDED_ROWS], and more; may be null
   i64 out_batch, out_row, out_head;  // strides in elements; the last dimension's is 1
   i64 dout_batch, dout_row, dout_head;
   i64 dlse_batch, dlse_head, dlse_row;
   int batch, len_q, heads_q, head_dim_v;
   int rows, dq_columns;  // multiples of STAT_ROWS, and of 4
+  int more, unused;      // counters beyond those of rows
   Sequences::Params sequences;
 };
 
@@ -100,8 +102,10 @@ DEVICE void clear(const Params &p, const StatBlock &block, u32 thread) {
     for (int i = thread; i < STAT_ROWS * p.dq_columns / 4; i += THREADS) dq[i] = {};
   }
   if (p.added && thread < STAT_ROWS / ADDED_ROWS) p.added[block.stat_row / ADDED_ROWS + thread] = 0;
-  // That of the next block, after all others.
-  if (p.added && thread == 0 && block.stat_row == 0) p.added[static_cast<i64>(gridDim.x) * STAT_ROWS / ADDED_ROWS] = 0;
+  // Those that belong to no rows, after all others.
+  if (p.added && block.stat_row == 0)
+    for (int i = static_cast<int>(thread); i < p.more; i += THREADS)
+      p.added[static_cast<i64>(gridDim.x) * STAT_ROWS / ADDED_ROWS + i] = 0;
 }
 
 }  // namespace delta

@@ -3,7 +3,8 @@
 // consumer warpgroups has dK and dV of 64 of them in registers, and walks the query blocks that see them. What a query
 // block adds to dQ goes to a fp32 accumulator in global memory.
 //
-// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, BLOCK_Q, DETERMINISTIC, PARAMS_BYTES, SMEM_BYTES.
+// Reads Config: T, Mask, Score, Dropout, Sink, Sequences, HEAD_DIM, BLOCK_Q, DETERMINISTIC, SPLITS, FINISHES,
+// PARAMS_BYTES, SMEM_BYTES.
 #include "roles/backward_block_sm90.cuh"
 #include "roles/backward_narrow_sm90.cuh"
 

@@ -25,6 +25,13 @@ DEVICE Four four(const Accumulator<N> &sum, int chunk) {
   return {{sum.x[4 * chunk], sum.x[4 * chunk + 1], sum.x[4 * chunk + 2], sum.x[4 * chunk + 3]}};
 }
 
+// Adds such numbers.
+template <int N>
+DEVICE void add(Accumulator<N> &sum, int chunk, const Four &x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum.x[4 * chunk + i] += x.x[i];
+}
+
 // A consumer, as one of its four warps.
 struct Consumer {
   const Params &p;

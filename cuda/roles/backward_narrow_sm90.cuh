@@ -161,12 +161,41 @@ struct NarrowConsumer : Consumer {
       weigh(s, number + 1, next.slot);
       ptx::wgmma_wait<0>();
     } else {
-      finish_dv();
+      if (!SPLITS || shared.place.split < 0) finish_dv();  // else it is not the whole
       ds.wait_full(shared.ds_ring);
       issue_dq(base, ds.slot);
       ptx::wgmma_wait<0>();
       drain(number);
     }
+  }
+
+  // Leaves dV and dK of a share of the walk in global memory. Who comes last gets the sums of all shares, in their
+  // order, so that nobody waits and the bits are always the same. Whether this is that one.
+  DEVICE bool sum_shares() {
+    constexpr int CHUNKS = HEAD_DIM / 8;  // of dV; those of dK follow
+    const Place &place = shared.place;
+    const u32 thread = threadIdx.x % 128;
+    const auto chunk_of = [&](int share, int n) {
+      const i64 sums = (static_cast<i64>(place.split) * p.shares + share) * CONSUMERS + group;
+      return reinterpret_cast<Four *>(p.partial + sums * (2 * 64 * HEAD_DIM)) + n * 128 + thread;
+    };
+#pragma unroll
+    for (int n = 0; n < CHUNKS; ++n) {
+      *chunk_of(place.share, n) = four(dv, n);
+      *chunk_of(place.share, CHUNKS + n) = four(dk, n);
+    }
+    ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);  // all are stored
+    if (thread == 0) shared.came[group] = ptx::atomic_inc(p.came + place.split * CONSUMERS + group, p.shares - 1);
+    ptx::named_barrier_sync(FIRST_EPILOGUE + group, 128);
+    if (static_cast<int>(shared.came[group]) < p.shares - 1) return false;
+    dk.zero(), dv.zero();
+    for (int share = 0; share < p.shares; ++share)
+#pragma unroll
+      for (int n = 0; n < CHUNKS; ++n) {
+        add(dv, n, *chunk_of(share, n));
+        add(dk, n, *chunk_of(share, CHUNKS + n));
+      }
+    return true;
   }
 
   // Writes dV through rows of V that this group alone reads, and has read.
@@ -225,6 +254,12 @@ struct NarrowConsumer : Consumer {
     } else {
       Cursor<1>().wait_full(shared.v_ring);
       finish_dv();
+    }
+    if constexpr (SPLITS) {
+      if (shared.place.split >= 0) {
+        if (!sum_shares()) return ptx::named_barrier_arrive(BOTH, 256);  // this group's products with K have ended
+        finish_dv();
+      }
     }
     finish_dk();
   }

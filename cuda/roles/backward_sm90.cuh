@@ -29,9 +29,11 @@ constexpr int HALVES = BLOCK_Q / 64;  // of a query block: products are 64 queri
 constexpr int STAGES = 2;             // query blocks in shared memory at a time
 constexpr bool VARIES = Sequences::VARIES, PACKED = Sequences::PACKED;
 constexpr bool DETERMINISTIC = Config::DETERMINISTIC;  // dQ is summed in a fixed order
+constexpr bool SPLITS = Config::SPLITS;                // the last keys have several blocks, which share their walk
 constexpr bool FINISHES = Config::FINISHES;            // who adds the last part to dQ makes it: there is no other step
 constexpr int PART = BLOCK_Q * HEAD_DIM / CONSUMERS;   // numbers of dQ of a query block that one accumulates
 static_assert(WIDE ? BLOCK_Q == 64 : PART == 4096, "products are 64 queries and 64 columns of dQ wide");
+static_assert(!SPLITS || !(DETERMINISTIC || WIDE || VARIES), "shares of a walk begin anywhere");
 static_assert(!FINISHES || (DETERMINISTIC && !(WIDE || VARIES)), "it is known which part is the last");
 static_assert(BLOCK_Q / ADDED_ROWS >= 2 * CONSUMERS, "each consumer has two counters of the sums of a query block");
 
@@ -52,12 +54,15 @@ struct Params {
   int stat_rows;             // see tile/stat_rows.cuh
   int group;                 // kv heads whose arrays share the L2 cache
   int sharers;               // query heads of a kv head
+  int wholes, shares;        // blocks of keys that one block walks, which come first; blocks that share each other walk
   float scale_log2, scale;   // softmax_scale * log2(e), and softmax_scale
   alignas(8) Mask::Params mask;
   Score::Params score;
   Dropout::Params dropout;
   Sink::Params sink;
   Sequences::Params sequences;
+  float *partial;  // [split walks, shares, CONSUMERS, dV and dK, 64 x HEAD_DIM], in the order of fragments
+  u32 *came;       // [split walks, CONSUMERS]: shares whose sums are there
   u32 *added;  // [heads, stat_rows / ADDED_ROWS] and the number of the next block; null if WIDE, unless DETERMINISTIC
 };
 
@@ -70,6 +75,7 @@ constexpr int DQ_CHUNKS = 8;                         // of 8 columns
 struct Place {
   int batch, head_k;  // the batch entry, or the sequence
   int key;            // the first, in the sequence
+  int split, share;   // which split walk it has a share of, or -1, and which share
   Span q, k;          // of the sequence
 };
 
@@ -154,7 +160,8 @@ struct Shared {
   Tail<VARIES> tail;
   Block block[BLOCKS];  // the i-th query block of the walk is at i % BLOCKS
   Place place;
-  u32 blocks;  // of the walk
+  u32 blocks;           // of the walk
+  u32 came[CONSUMERS];  // shares of it before this one
   Leave<WIDE && DETERMINISTIC> leave;
 };
 
@@ -185,7 +192,7 @@ struct OrderOf<true> {
 // Blocks of keys run roughly in the order of their index. Heads go in groups whose arrays fit the L2 cache together;
 // inside a group the first keys come first, since under a causal mask those have most queries, and heads alternate
 // fastest; where dQ has a fixed order groups overlap. Packed sequences have as many slots for blocks as their rows may
-// need wherever they begin, see tile/place.cuh.
+// need wherever they begin, see tile/place.cuh. What blocks have in common is computed before a block has its number.
 using Order = OrderOf<DETERMINISTIC>;
 DEVICE Order order_of(const Params &p) {
   const int blocks = PACKED ? p.len_k / BLOCK_K + p.batch + 2 : (p.len_k + BLOCK_K - 1) / BLOCK_K;
@@ -196,8 +203,14 @@ DEVICE Order order_of(const Params &p) {
 template <class Sequences>
 DEVICE Place place_of(const Params &p, const typename Sequences::Params &sequences, const Order &order, u32 index) {
   constexpr bool PACKED = Sequences::PACKED;
-  const auto work = order.at(index);
   Place place;
+  place.split = -1, place.share = 0;
+  if (SPLITS && index >= static_cast<u32>(p.wholes)) {
+    const u32 at = index - p.wholes, split = at / p.shares;
+    place.split = static_cast<int>(split), place.share = static_cast<int>(at - split * p.shares);
+    index = p.wholes + split;
+  }
+  const auto work = order.at(index);
   place.head_k = work.head;
   if constexpr (PACKED) {
     const auto slot = [&](int i) {
@@ -229,7 +242,7 @@ DEVICE Range queries_of(const Params &p, const Place &place, int head, int key) 
 
 // The query blocks that see a key of the block, head after head of its group. Where blocks of keys see the same
 // queries, each begins at another, so that they do not add to one dQ at once, and goes on from the first after the
-// last.
+// last. A share of a split walk is some of them.
 struct HeadsWalk {
   const Params &p;
   const Place &place;
@@ -239,18 +252,21 @@ struct HeadsWalk {
   DEVICE HeadsWalk(const Params &p, const Place &place) : p(p), place(place) {
     block.head = place.head_k * p.sharers;
     enter();
+    if constexpr (SPLITS) {
+      left = all();
+      if (place.split >= 0) {
+        const u32 before = left * place.share / p.shares;
+        left = left * (place.share + 1) / p.shares - before;
+        skip(before);
+      }
+    }
   }
 
   // How many there are, from here on.
-  DEVICE u32 count() const {
-    u32 blocks = 0;
-    for (HeadsWalk walk = *this; !walk.done(); walk.next_head())
-      blocks += (walk.end - walk.begin + BLOCK_Q - 1) / BLOCK_Q;
-    return blocks;
-  }
-
-  DEVICE bool done() const { return block.head == (place.head_k + 1) * p.sharers; }
+  DEVICE u32 count() const { return SPLITS ? left : all(); }
+  DEVICE bool done() const { return SPLITS ? left == 0 : after_last(); }
   DEVICE void advance() {
+    if constexpr (SPLITS) --left;
     block.q += BLOCK_Q;
     if (block.q >= end) block.q = begin;
     if (block.q == start) next_head();
@@ -258,8 +274,25 @@ struct HeadsWalk {
   DEVICE void next_head() { ++block.head, enter(); }
 
  private:
+  u32 left = 0;  // of the share
+
+  DEVICE u32 all() const {
+    u32 blocks = 0;
+    for (HeadsWalk walk = *this; !walk.after_last(); walk.next_head()) blocks += walk.of_head();
+    return blocks;
+  }
+  DEVICE u32 of_head() const { return (end - begin + BLOCK_Q - 1) / BLOCK_Q; }
+  DEVICE bool after_last() const { return block.head == (place.head_k + 1) * p.sharers; }
+
+  // From the first block on.
+  DEVICE void skip(u32 blocks) {
+    for (; !after_last() && blocks >= of_head(); next_head()) blocks -= of_head();
+    block.q += blocks * BLOCK_Q;
+    if (block.q >= end) block.q -= of_head() * BLOCK_Q;
+  }
+
   DEVICE void enter() {
-    for (; !done(); ++block.head) {
+    for (; !after_last(); ++block.head) {
       if (place.key >= place.k.length) continue;
       const Range seen = queries_of(p, place, block.head, place.key);
       begin = seen.begin, end = seen.end;
