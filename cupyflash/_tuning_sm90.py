@@ -100,6 +100,11 @@ HALF_MODIFIED: Table = {
     (192, 128): Tiles(96, 2, 2, 2, 2),
     (256, 256): Tiles(64, 2, 3, 2, 1),
 }
+# Where scores are capped alone.
+HALF_CAPPED: Table = {
+    (128, 128): Tiles(64, 3, 4, 4, 2),  # S 4096, causal: 499 (128 keys, 2 consumers in turns 476)
+    (128, 128, "long"): Tiles(128, 2, 3, 2, 2, turns=True),  # S 8192: 566 (500 without turns)
+}
 
 # 8-bit elements; what lies between two of these classes is padded to the larger, with its partner.
 # TFLOP/s at S 8192 full and causal, as above.
@@ -225,11 +230,10 @@ def forward_sm90(
     heavy = _is_heavy(policies, max(dims), eight=eight)
     modified = not plain or (policies.sink != "NoSink" and policies.sequences == "Packed")
     half = HALF_HEAVY if heavy else HALF | HALF_MODIFIED if modified else HALF
+    if policies.score == "Softcap" and not heavy:
+        half |= HALF_CAPPED
     table = (EIGHT_HEAVY if heavy else EIGHT) if eight else half
     tiles = table.get((*dims, extent)) or table[dims]
-    # S 8192, full: 566 TFLOP/s (500 without turns).
-    if "Softcap" in policies.score and tiles is HALF_MODIFIED.get((128, 128)):
-        tiles = dataclasses.replace(tiles, turns=True)
     if "Segments" in policies.mask:  # three leave no registers to the warp that looks at ids
         tiles = dataclasses.replace(tiles, consumers=2)
     if policies.dropout != "KeepAll":  # random bits come for so many keys at a time

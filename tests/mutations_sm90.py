@@ -18,6 +18,7 @@ RING, PANELS, GROUP, SOFTMAX, RESCORE, OUTPUT, FP8 = (
     for name in ("ring", "panels", "warpgroup", "lazy_softmax", "rescore", "output", "fp8")
 )
 SOFTCAP, ALIBI, BIAS = (f"scores/{name}.cuh" for name in ("softcap", "alibi", "bias"))
+DROPOUT, DENSE_MASK = "tile/dropout.cuh", "masks/dense_mask.cuh"
 
 
 class Poisoned(Modified):
@@ -27,6 +28,14 @@ class Poisoned(Modified):
         q, k, v = super().arrays()
         k.host[-self.tail :] = v.host[-self.tail :] = np.nan
         return q, k, v
+
+
+class Mostly(Modified):
+    """A problem that drops most weights."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {"dropout_p": 0.8, "rng_state": (3, 4)}
 
 
 def varlen(
@@ -75,10 +84,20 @@ PROBLEMS = {
     "drawn before": Modified(
         70, 300, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("dropout",)
     ),
+    "most are dropped": Mostly(70, 300, 64, 64, "float16", heads_q=2, heads_k=1),
     "softcap": Modified(70, 500, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("softcap",)),
     "alibi": Modified(200, 300, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("alibi",)),
     "bias read before": Modified(70, 300, 64, 64, heads_q=2, heads_k=1, modifiers=("bias_bf16",)),
     "mask": Modified(70, 150, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("mask",)),
+    "mask read before": Modified(
+        70, 300, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("mask",)
+    ),
+    "mask of odd rows": Modified(
+        70, 301, 64, 64, "float16", heads_q=2, heads_k=1, modifiers=("mask",)
+    ),
+    "masked scores that grow": Modified(
+        70, 700, 64, 64, "float16", softmax_scale=3.0, modifiers=("mask_of_keys",)
+    ),
     "sink": Modified(
         200, 130, 64, 64, "float16", heads_q=2, heads_k=2, causal=True, modifiers=("sink",)
     ),
@@ -100,9 +119,14 @@ TILES = {
     "passing over": Tiles(32, 3, 2, 4, 2),
     "few slots": Tiles(48, 3, 1, 3, 2),
     "drawn before": Tiles(64, 2, 2, 2, 2),
+    "most are dropped": Tiles(64, 2, 2, 2, 2),
     "softcap": Tiles(64, 2, 2, 2, 2),
     "alibi": Tiles(64, 2, 2, 2, 2),
     "bias read before": Tiles(64, 2, 2, 2, 2),
+    **dict.fromkeys(
+        ("mask read before", "mask of odd rows", "masked scores that grow"),
+        Tiles(64, 2, 2, 2, 2),
+    ),
     "fp8, packed": Tiles(64, 3, 2, 2, 2, turns=True, landings=1, parts=2),
     "fp8, parts": Tiles(64, 2, 2, 2, 1, landings=1, parts=4),
     "fp8, turns": Tiles(64, 3, 2, 2, 2, turns=True, landings=1, parts=2),
@@ -159,9 +183,9 @@ SYNCHRONISATION = (
         "    ptx::wgmma_wait<0>();\n    release_v();\n    if (softmax",
         "    release_v();\n    ptx::wgmma_wait<0>();\n    if (softmax", "many tiles", STILL_READ),
     Mutation("Q is released before the last product with it has ended", CONSUMER,
-        "      ptx::wgmma_wait<1>();\n      const bool guessed",
+        "      ptx::wgmma_wait<1>();\n      if constexpr (READS)",
         "      if (!STAGED && final) release_q(slot), final = false;\n"
-        "      ptx::wgmma_wait<1>();\n      const bool guessed", "one buffer of Q", STILL_READ),
+        "      ptx::wgmma_wait<1>();\n      if constexpr (READS)", "one buffer of Q", STILL_READ),
     Mutation("a block of K that is passed over is not released", ROWS,
         "before its next phase may begin\n      release_k();",
         "before its next phase may begin\n      k.advance();", "many tiles", DEADLOCK),
@@ -181,7 +205,7 @@ SYNCHRONISATION = (
         "  ptx::warp_barrier();  // every lane has read", "  // every lane has read",
         "scores that grow, O staged", NO_BARRIER),
     Mutation("the wait for S is left out", CONSUMER,
-        "      ptx::wgmma_wait<1>();\n      const bool guessed", "      const bool guessed",
+        "      ptx::wgmma_wait<1>();\n      if constexpr (READS)", "      if constexpr (READS)",
         "negative scale", OWNED),
     Mutation("the wait for O is left out", CONSUMER,
         "    ptx::wgmma_wait<0>();\n    release_v();\n    if (softmax",
@@ -190,8 +214,8 @@ SYNCHRONISATION = (
         "    ptx::wgmma_wait<0>();\n    release_v();\n    if (softmax",
         "    ptx::wgmma_wait<1>();\n    release_v();\n    if (softmax", "causal", OWNED),
     Mutation("the product of S is not committed", CONSUMER,
-        "    issue_qk(slot);\n    ptx::wgmma_commit();\n    issue_pv();\n",
-        "    issue_qk(slot);\n    issue_pv();\n", "negative scale", OWNED),
+        "    issue_qk(slot);\n    ptx::wgmma_commit();\n    meanwhile();\n",
+        "    issue_qk(slot);\n    meanwhile();\n", "negative scale", OWNED),
     Mutation("the last product of a tile is not committed", CONSUMER,
         "      issue_pv();\n      ptx::wgmma_commit();\n    }", "      issue_pv();\n    }",
         "causal", OWNED),
@@ -489,8 +513,7 @@ MASKS = (
     Mutation("the mask is that of the rows of the first warp", SCORES,
         "q = row + warp * 16, column", "q = row, column", "causal", WRONG),
     Mutation("the first block of a tile is not masked", CONSUMER,
-        "if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);", "",
-        "causal", WRONG),
+        "    if (READS || !whole(", "    if (false && !whole(", "causal", WRONG),
     Mutation("a block with one key to see is not walked", SHARED,
         "(keys.end - 1) / BLOCK_K * BLOCK_K", "(keys.end - 2) / BLOCK_K * BLOCK_K",
         "one key beyond a block", WRONG),
@@ -549,10 +572,17 @@ MODIFIERS = (
         "dropout.keep(bits, e / 4, e % 4)", "dropout.keep(bits, 1 - e / 4, e % 4)", "dropout",
         WRONG),
     Mutation("bits that are drawn before are those of other columns", SCORES,
-        "drop(dropout, n, draws.bits[n])", "drop(dropout, n, draws.bits[n ^ 1])", "drawn before",
-        WRONG),
+        "draws.dropped[n + i % 2]", "draws.dropped[n + 1 - i % 2]", "drawn before", WRONG),
+    Mutation("what is drawn before is that of the other row", SCORES,
+        "pairs[2 + i / 2] =", "pairs[3 - i / 2] =", "drawn before", WRONG),
+    Mutation("draws that drop most weights are taken by their signs", DROPOUT,
+        "return static_cast<int>(dropped) >= 0;", "return true;", "most are dropped", WRONG),
+    Mutation("weights that were drawn before are dropped once more", CONSUMER,
+        "    if (!drawn) drop(",
+        "    if (DRAWN || !drawn) drop(modifiers.dropout, here, row + 16, key), drop(",
+        "drawn before", WRONG),
     Mutation("a capped score beyond the series is taken from it", SOFTCAP,
-        "most <= reach", "most >= 0.0f", "softcap", WRONG),
+        "ptx::bits_float(most) <= reach", "most >= 0", "softcap", WRONG),
     Mutation("K is given back before its first scores may be computed again", CONSUMER,
         "    modify_all(modifiers.score, here, row, slot, key);\n    release_k();",
         "    release_k();\n    modify_all(modifiers.score, here, row, slot, key);",
@@ -564,6 +594,24 @@ MODIFIERS = (
     Mutation("a bias that is read before is that of the other row", BIAS,
         "pair = pairs[column / 4 + r]", "pair = pairs[column / 4 + 1 - r]", "bias read before",
         WRONG),
+    Mutation("a bias is read before for the block after the next", CONSUMER,
+        "look_ahead(ahead, modifiers, row, key - BLOCK_K);",
+        "look_ahead(ahead, modifiers, row, key - 2 * BLOCK_K);", "bias read before", WRONG),
+    Mutation("what is read before the first key is not there", SCORES,
+        "    key = max(key, 0);\n", "", "mask read before", "a load of 2 bytes at attn_mask -"),
+    Mutation("a mask that is read before is that of the other row", DENSE_MASK,
+        "pairs[column / 8 * 2 + r] &", "pairs[column / 8 * 2 + 1 - r] &", "mask read before",
+        WRONG),
+    Mutation("a mask that is read before is that of the neighbour", DENSE_MASK,
+        "column % 2 ? 0xff00u : 0x00ffu", "column % 2 ? 0x00ffu : 0xff00u", "mask read before",
+        WRONG),
+    Mutation("a mask is forgotten when scores are computed again", SCORES,
+        "if (tried) hide_all(at, modifiers.mask, row, key);", "", "masked scores that grow",
+        WRONG),
+    Mutation("pairs are read where rows begin between two", DENSE_MASK,
+        "steps % 2 == 0 && ", "", "mask of odd rows", "an access at attn_mask +"),
+    Mutation("a whole block of a mask is not masked", CONSUMER,
+        "      if constexpr (READS) hide<BLOCK_K>(ahead.read);\n", "", "mask read before", WRONG),
     Mutation("what dropout leaves is not rescaled", CONSUMER,
         "    rescale(p.dropout, inverse);\n", "", "dropout", WRONG),
     Mutation("the sink is that of the next tile", CONSUMER,

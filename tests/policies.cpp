@@ -131,7 +131,9 @@ int quick(const typename Score::Params &p, int batch, int head, int len_q, int l
       for (int c = 0; c < 32; c += 8) {
         float shift[2] = {quick.base(r), quick.base(r)}, *pair = scores + (row + 8 * r) * 32 + column + c;
         quick.shift(shift, r, c);
-        for (int i = 0; i < 2; ++i) pair[i] = ptx::fma(pair[i], quick.gain(pair[i]), shift[i]);
+        float gain[2];
+        quick.gains(pair[0], pair[1], gain);
+        for (int i = 0; i < 2; ++i) pair[i] = ptx::fma(pair[i], gain[i], shift[i]);
       }
     if (!quick.holds()) said = 1;
   }
@@ -191,6 +193,13 @@ EXPORT void of_words(const void *params, const u32 *words, bool *kept) {
   const u32 x[4] = {words[0], words[1], words[2], words[3]};
   const Dropout dropout(as<Dropout::Params>(params), 0, 0);
   for (int e = 0; e < 8; ++e) kept[e] = dropout.keep(x, e / 4, e % 4);
+}
+
+// Which draws of words drop a weight, in their bits 15 and 31; false where a kernel asks about each.
+EXPORT bool signs(const void *params, int count, const u32 *words, u32 *signs) {
+  const Dropout dropout(as<Dropout::Params>(params), 0, 0);
+  for (int i = 0; i < count; ++i) signs[i] = dropout.signs(words[i]);
+  return dropout.seldom();
 }
 
 // What is kept of `rows` by `columns` weights from (q, k) on, whole fragments of 16 by 32.

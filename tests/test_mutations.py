@@ -135,6 +135,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, kernel: str, problem: str) -> None:
             table = "EIGHT" if problem.startswith("fp8") else "HALF"
             monkeypatch.setattr(_tuning_sm90, table, {(64, 64): tiles})
             monkeypatch.setattr(_tuning_sm90, "HALF_MODIFIED", {})
+            monkeypatch.setattr(_tuning_sm90, "HALF_HEAVY", {(64, 64): tiles})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from ctypes import c_float, c_longlong, c_uint
+from ctypes import c_bool, c_float, c_longlong, c_uint
 from typing import Any
 
 import ml_dtypes
@@ -108,6 +108,22 @@ def test_dropout_is_that_of_the_definition(
     np.testing.assert_array_equal(drop(library, seeds, p), expected)
     if p == 0.5:
         assert 0.4 < expected.mean() < 0.6
+
+
+@pytest.mark.parametrize("drops", [1, 2, 6554, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000])
+def test_signs_of_draws_are_those_that_drop(
+    library: Policies, rng: np.random.Generator, drops: int
+) -> None:
+    """Both draws of a word, at every distance from the greatest that drops."""
+    draws = np.arange(2**16, dtype=np.uint32)
+    words = draws | rng.permutation(draws) << 16
+    signs = np.zeros_like(words)
+    params = DROPOUT.pack(0, 7, 3, drops, 1.0, 0, -1)
+    seldom = library.call("signs", params, words.size, words, signs, result=c_bool)
+    assert seldom == (drops <= 2**15)
+    if seldom:
+        np.testing.assert_array_equal(signs >> 15 & 1, (words & 0xFFFF) < drops)
+        np.testing.assert_array_equal(signs >> 31, words >> 16 < drops)
 
 
 @pytest.mark.parametrize(

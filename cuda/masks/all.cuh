@@ -31,6 +31,11 @@ struct All {
   }
   DEVICE bool intervals() const { return ::intervals(first) && ::intervals(others); }
 
+  DEVICE bool whole_but_array(int q, int q_end, int k, int k_end) const {
+    return first.whole(q, q_end, k, k_end) && others.whole_but_array(q, q_end, k, k_end);
+  }
+  DEVICE decltype(auto) array() const { return others.array(); }
+
  private:
   DEVICE static Range common(const Range &a, const Range &b) {
     return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
@@ -44,3 +49,10 @@ struct All<Mask> : Mask {
 
 template <class... Masks>
 constexpr bool LOOKS<All<Masks...>> = (LOOKS<Masks> || ...);
+
+template <class First, class... Others>
+struct ArrayOf<All<First, Others...>> : ArrayOf<All<Others...>> {
+  static constexpr bool EXISTS = First::INTERVALS && ArrayOf<All<Others...>>::EXISTS;
+};
+template <class Mask>
+struct ArrayOf<All<Mask>> : ArrayOf<Mask> {};

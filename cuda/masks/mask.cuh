@@ -48,3 +48,13 @@ constexpr int BOUNDS = 0;
 // Whether one of them hides keys before the interval.
 template <class Mask>
 constexpr bool LOWER_BOUND = false;
+
+// Of a mask that leaves an interval of keys to each query but for what an array hides. Such a mask has
+//   whole_but_array(q, q_end, k, k_end): every pair of the block is kept that the array keeps;
+//   array(): the array, whose elements of a block are a Read<KEYS>.
+template <class Mask>
+struct ArrayOf {
+  static constexpr bool EXISTS = false;
+  template <int>
+  struct Read {};
+};

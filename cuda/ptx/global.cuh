@@ -25,4 +25,11 @@ CUPYFLASH_LOAD_IF(u16, 16, "h")
 CUPYFLASH_LOAD_IF(u32, 32, "r")
 CUPYFLASH_LOAD_IF(u64, 64, "l")
 
+// Two bytes in the low half of a word; the high half is 0.
+DEVICE u32 load_u16(const void *from) {
+  u32 x;
+  asm("ld.global.nc.u16 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
 }  // namespace ptx

@@ -30,14 +30,20 @@ struct Consumer : Rows {
     gemm_pv<T, Values>(o, weights, v_tile());
   }
 
-  // Issues both, each in a group of its own, as this group's turn: one weighs while the other multiplies.
-  DEVICE void issue_both(u32 slot) {
+  // Issues both, each in a group of its own, as this group's turn: one weighs while the other multiplies. The second
+  // waits for the first to end: what there is to do `meanwhile` is done before it.
+  template <class Meanwhile>
+  DEVICE void issue_both(u32 slot, Meanwhile meanwhile) {
     await_turn();
     issue_qk(slot);
     ptx::wgmma_commit();
+    meanwhile();
     issue_pv();
     ptx::wgmma_commit();
     hand_over();
+  }
+  DEVICE void issue_both(u32 slot) {
+    issue_both(slot, [] {});
   }
 
   // Issues the scores of a block alone.
@@ -107,7 +113,7 @@ struct Consumer : Rows {
     modify_all(modifiers.score, here, row, slot, key);
     release_k();
     if (!STAGED && only) release_q(slot);
-    if (!whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
+    if (READS || !whole(here, modifiers.mask, row, key)) hide(here, modifiers.mask, row, key);
     softmax.meet(s, c());
     drop(modifiers.dropout, here, row, key);
   }
@@ -121,32 +127,39 @@ struct Consumer : Rows {
   }
 
   // Another key block, while the weights of the one before are multiplied.
-  template <bool MASKED>
-  DEVICE void step(const Tile &here, const Modifiers &modifiers, int row, u32 slot, int key, bool final) {
-    const Score &modifier = modifiers.score;
-    bool dropped = false;
-    issue_both(slot);
+  template <bool MASKED, class Ahead>
+  DEVICE void step(const Tile &here, const Modifiers &modifiers, Ahead &ahead, int row, u32 slot, int key, bool final) {
+    bool drawn = false;  // which weights are dropped
+    Draws draws;
     if constexpr (MASKED) {
+      issue_both(slot);
       ptx::wgmma_wait<1>();
-      modify_all(modifier, here, row, slot, key);
+      modify_all(modifiers.score, here, row, slot, key);
       hide(here, modifiers.mask, row, key);
       softmax.meet(s, c());
     } else {
-      Quick quick = foresee(modifier, row, key);
-      Draws draws;
-      draw_all(modifiers.dropout, row, key, draws);
+      auto &&quick = known_of(ahead, modifiers, row, key);
+      issue_both(slot, [&] { draw_all(modifiers.dropout, row, key, draws); });
       ptx::wgmma_wait<1>();
-      const bool guessed = guess(quick, modifier, here, row, slot, key);
+      if constexpr (READS) hide<BLOCK_K>(ahead.read);
+      const bool guessed = guess(quick, modifiers, here, row, slot, key);
       if (!guessed) softmax.meet(s, c());
-      if (DRAWN && guessed) drop_all(modifiers.dropout, draws), dropped = true;
+      drawn = DRAWN && guessed && seldom(modifiers.dropout);
     }
-    if (!dropped) drop(modifiers.dropout, here, row, key);
+    if (!drawn) drop(modifiers.dropout, here, row, key);
     release_k();
     if (!STAGED && final) release_q(slot);
     ptx::wgmma_wait<0>();
     release_v();
     if (softmax.moved) o.each([&](float &value, int r, int) { value *= softmax.shrink[r]; });
     weights.pack(s);
+    if (drawn) drop_pairs(draws);
+    if constexpr (!MASKED) look_ahead(ahead, modifiers, row, key - BLOCK_K);
+  }
+
+  DEVICE void drop_pairs(const Draws &draws) {
+#pragma unroll
+    for (int i = 0; i < (DRAWN ? BLOCK_K / 4 : 0); ++i) weights.a[i / 4][i % 4] &= ~draws.dropped[i / 4][i % 4];
   }
 
   // Normalises and writes this warp's rows of O, and of LSE.
@@ -215,13 +228,15 @@ struct Consumer : Rows {
         see_nothing(here, slot);
         continue;
       }
+      Ahead ahead;
       int key = last - BLOCK_K;
       while (key >= first) {
         for (; key >= first && !whole(here, mask, row, key); key -= BLOCK_K)
-          step<true>(here, modifiers, row, slot, key, key == first);
+          step<true>(here, modifiers, ahead, row, slot, key, key == first);
         settle_q();
+        if (!READS || key >= first) look_ahead(ahead, modifiers, row, key);  // a bias's rows are there for any key
         for (; key >= first && whole(here, mask, row, key); key -= BLOCK_K)
-          step<false>(here, modifiers, row, slot, key, key == first);
+          step<false>(here, modifiers, ahead, row, slot, key, key == first);
       }
       v_owed = (first - here.first) / BLOCK_K;  // blocks that only groups above see
       pass_k(v_owed);

@@ -21,17 +21,41 @@ struct QuickScore<true> {
 };
 using Quick = QuickScore<QUICK>::Type;
 
+// What a mask's array holds for a block is read with all columns at once, and scores are guessed.
+constexpr bool READS = ArrayOf<Mask>::EXISTS && Score::IDENTITY && !Dropout::DROPS && !FP8 && CONSUMERS == 2 &&
+                       HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && !PACKED;
+template <int KEYS>
+using ReadOf = ArrayOf<Mask>::template Read<KEYS>;
+using Read = ReadOf<BLOCK_K>;
+constexpr int READ = BLOCK_K % 64 ? BLOCK_K % 32 ? 16 : 32 : 64;  // columns of it that are hidden together elsewhere
+
+// What is loaded of a block before its scores are there is loaded one block ahead: loads that follow the products of a
+// block, whose issue waits for the first of them, are waited for, and ptxas moves those there that stand before.
+template <class Quick>
+constexpr bool KEPT = requires { Quick(); };
+constexpr bool LOADS = QUICK && Score::LOADED > 0 && KEPT<Quick>;
+template <bool LOADS, bool READS>
+struct AheadOf {};
+template <>
+struct AheadOf<true, false> {
+  Quick quick;
+};
+template <>
+struct AheadOf<false, true> {
+  Read read;
+};
+using Ahead = AheadOf<LOADS, READS>;
+
 // Random bits of a block are drawn while its scores are multiplied, where registers hold them.
 constexpr bool DRAWN = Dropout::DROPS && !FP8 && CONSUMERS == 2 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128;
 struct Draws {
-  u32 bits[DRAWN ? BLOCK_K / 16 : 1][4];
+  u32 dropped[DRAWN ? BLOCK_K / 16 : 1][4];  // ones where the pairs of Weights are
 };
 
 // Where ptxas else spills: a consumer reads its first row anew for each key block, and takes the place of Q from the
 // tile's number.
 constexpr bool READ_ANEW = Dropout::DROPS && !FP8 && BOUNDS<Mask> == 1 && (HEAD_DIM > 192 || HEAD_DIM < HEAD_DIM_V);
-constexpr bool NUMBERED =
-    Dropout::DROPS ? HEAD_DIM < HEAD_DIM_V && BOUNDS<Mask> > 0 : Config::TURNS && !FP8 && LOWER_BOUND<Mask>;
+constexpr bool NUMBERED = READS || (Dropout::DROPS && HEAD_DIM < HEAD_DIM_V && BOUNDS<Mask> > 0);
 
 // A consumer's 64 rows of scores, as one of its four warps.
 struct Weigher {
@@ -57,16 +81,41 @@ struct Weigher {
   DEVICE int first_row(int row) const { return row + warp * 16 + s.row(0, ptx::lane()); }
   DEVICE int first_column(int key) const { return key + s.column(0, ptx::lane()); }
 
+  template <class Mask>
   DEVICE bool whole(const Tile &at, const Mask &mask, int row, int key) const {
     if constexpr (READ_ANEW) row = at.row + group * 64;
-    return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
+    if constexpr (READS) {
+      return mask.array().in_pairs(key + BLOCK_K) &&
+             mask.whole_but_array(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
+    } else {
+      return key + BLOCK_K <= len_k(p, at) && mask.whole(row, min(row + 64, len_q(p, at)), key, key + BLOCK_K);
+    }
+  }
+
+  // Hides what a mask's array hides: in columns from `first` on, or all, some at a time (see modify).
+  template <int KEYS>
+  DEVICE void hide(const ReadOf<KEYS> &read, int first = 0) {
+    if constexpr (READS)
+      s.each([&](float &score, int r, int c) { score = read.keeps(r, c - first) ? score : -INFINITE; }, first, KEYS);
+  }
+  template <class Mask>
+  DEVICE void hide_all(const Tile &at, const Mask &mask, int row, int key) {
+    if constexpr (READS) {
+#pragma unroll
+      for (int first = 0; first < BLOCK_K; first += READ)
+        if (key + first < len_k(p, at)) hide<READ>({mask.array(), first_row(row), first_column(key) + first}, first);
+    }
   }
 
   // Hides the pairs beyond the mask or the end of the keys: scores are replaced, whatever the hidden key holds.
+  template <class Mask>
   DEVICE void hide(const Tile &at, const Mask mask, int row, int key) {
     const u32 lane = ptx::lane();
     const int q = row + warp * 16, column = key + s.column(0, lane);
-    if (intervals(mask)) {
+    bool in_pairs = false;
+    if constexpr (READS) in_pairs = mask.array().in_pairs(key + BLOCK_K);
+    if (in_pairs) hide_all(at, mask, row, key);
+    if (intervals(mask) || in_pairs) {
       int begin[2], end[2];  // of the columns that a row sees, counted from this lane's first
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -119,8 +168,10 @@ struct Weigher {
         s.each_pair([&](float &even, float &odd, int r, int column) {
           float shift[2] = {base[r], base[r]};
           quick.shift(shift, r, column);
-          even = ptx::fma(even, quick.gain(even), shift[0]);
-          odd = ptx::fma(odd, quick.gain(odd), shift[1]);
+          float gain[2];
+          quick.gains(even, odd, gain);
+          even = ptx::fma(even, gain[0], shift[0]);
+          odd = ptx::fma(odd, gain[1], shift[1]);
         });
         quickly = !ptx::any(!quick.holds());
         if (quickly) return;
@@ -137,17 +188,33 @@ struct Weigher {
   DEVICE Quick foresee(const Score &modifier, int row, int key) const {
     return Quick(modifier, p.score, block_of(LOG2_E, row, key));
   }
+  template <class Ahead>
+  DEVICE decltype(auto) known_of(Ahead &ahead, const Modifiers &modifiers, int row, int key) const {
+    if constexpr (LOADS) {
+      return (ahead.quick);
+    } else {
+      return foresee(modifiers.score, row, key);
+    }
+  }
+  // Loads what is loaded ahead of the block at `key`, or of the first one.
+  template <class Ahead, class Modifiers>
+  DEVICE void look_ahead(Ahead &ahead, const Modifiers &modifiers, int row, int key) const {
+    key = max(key, 0);
+    if constexpr (LOADS) ahead.quick = foresee(modifiers.score, row, key);
+    if constexpr (READS) ahead.read = {modifiers.mask.array(), first_row(row), first_column(key)};
+  }
 
   // S becomes P by a guess; else false, for the whole warp, and S is modified.
-  DEVICE bool guess(Quick &quick, const Score &modifier, const Tile &at, int row, u32 slot, int key) {
-    if constexpr (!QUICK) modify(modifier, at, row, key);
+  DEVICE bool guess(Quick &quick, const Modifiers &modifiers, const Tile &at, int row, u32 slot, int key) {
+    if constexpr (!QUICK) modify(modifiers.score, at, row, key);
     const bool tried = softmax.settled && quickly && quick.applies();
     if (tried) {
       if (softmax.guess(s, c(), quick)) return true;
       if constexpr (QUICK) quickly = !ptx::any(!quick.holds());
       rescore(slot);
     }
-    if (QUICK || tried) modify(modifier, at, row, key);
+    if (QUICK || tried) modify(modifiers.score, at, row, key);
+    if (tried) hide_all(at, modifiers.mask, row, key);
     return false;
   }
 
@@ -183,22 +250,31 @@ struct Weigher {
     }
   }
 
-  // The same in two steps.
+  // Whether `draw_all` does.
+  template <class D>
+  DEVICE static bool seldom(const D &dropout) {
+    if constexpr (D::DROPS) return dropout.seldom();
+    return false;
+  }
+
+  // The same in two steps: which of the packed weights of a block are dropped, before they are there, and then they.
   template <class D>
   DEVICE void draw_all(const D &dropout, int row, int key, Draws &draws) const {
     if constexpr (DRAWN) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) {
-        draw(dropout, row, key, n, draws.bits[n]);
-        for (u32 &word : draws.bits[n]) word = ptx::opaque(word);  // now, the compiler would wait for the scores
-      }
-    }
-  }
-  template <class D>
-  DEVICE void drop_all(const D &dropout, const Draws &draws) {
-    if constexpr (DRAWN) {
+      for (int n = 0; n < BLOCK_K / 16; n += 2) {
+        u32 even[4], odd[4];
+        draw(dropout, row, key, n, even);
+        draw(dropout, row, key, n + 1, odd);
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) drop(dropout, n, draws.bits[n]);
+        for (int i = 0; i < 4; ++i) {
+          const u32 signs[2] = {dropout.signs(even[i]), dropout.signs(odd[i])};
+          u32(&pairs)[4] = draws.dropped[n + i % 2];
+          // Opaque, as the compiler would else wait for the scores.
+          pairs[i / 2] = ptx::opaque(ptx::permute_bytes(signs[0], signs[1], 0xdd99));
+          pairs[2 + i / 2] = ptx::opaque(ptx::permute_bytes(signs[0], signs[1], 0xffbb));
+        }
+      }
     }
   }
 };

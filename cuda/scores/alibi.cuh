@@ -46,7 +46,7 @@ struct Alibi {
       slope = (before ? block.unit : -block.unit) * alibi.slope;
     }
     DEVICE bool applies() const { return aside; }
-    DEVICE float gain(float) { return factor; }
+    DEVICE void gains(float, float, float (&gain)[2]) { gain[0] = gain[1] = factor; }
     DEVICE float base(int r) const { return -slope * static_cast<float>(first + 8 * r); }
     DEVICE void shift(float (&x)[2], int, int column) const {
       x[0] += slope * static_cast<float>(column), x[1] += slope * static_cast<float>(column + 1);

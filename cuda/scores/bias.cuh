@@ -63,6 +63,7 @@ struct Bias {
     u32 pairs[KEYS / 4];
     float factor, unit;
 
+    Quick() = default;
     DEVICE Quick(const Bias &bias, const Params &, const BlockOfScores &block)
         : factor(block.factor), unit(block.unit) {
       const int room = bias.bias.last_k - block.k;
@@ -75,7 +76,7 @@ struct Bias {
       }
     }
     DEVICE bool applies() const { return true; }
-    DEVICE float gain(float) { return factor; }
+    DEVICE void gains(float, float, float (&gain)[2]) { gain[0] = gain[1] = factor; }
     DEVICE float base(int) const { return 0.0f; }
     DEVICE void shift(float (&x)[2], int r, int column) const {
       const u32 pair = pairs[column / 4 + r];

@@ -50,7 +50,7 @@ struct Identity {
     template <class Score>
     DEVICE Quick(const Score &, const Score::Params &, const BlockOfScores &block) : factor(block.factor) {}
     DEVICE bool applies() const { return true; }
-    DEVICE float gain(float) { return factor; }
+    DEVICE void gains(float, float, float (&gain)[2]) { gain[0] = gain[1] = factor; }
     DEVICE float base(int) const { return 0.0f; }
     DEVICE void shift(float (&)[2], int, int) const {}
     DEVICE bool holds() const { return true; }
@@ -93,7 +93,7 @@ struct Chain {
     DEVICE Quick(const Chain &score, const Params &p, const BlockOfScores &block)
         : first(score.first, p.first, block), others(score.others, p.others, block) {}
     DEVICE bool applies() const { return first.applies() && others.applies(); }
-    DEVICE float gain(float score) { return first.gain(score); }
+    DEVICE void gains(float even, float odd, float (&gain)[2]) { first.gains(even, odd, gain); }
     DEVICE float base(int r) const { return first.base(r) + others.base(r); }
     DEVICE void shift(float (&x)[2], int r, int column) const {
       first.shift(x, r, column);

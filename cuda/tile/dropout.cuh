@@ -1,6 +1,7 @@
 // Which weights dropout keeps: a function of (seed, offset, batch, head, query, key) alone, so that no tile, split or
 // packing can be seen in it; cupyflash/_philox.py has the definition.
 #pragma once
+#include "ptx/halves.cuh"
 #include "tile/philox.cuh"
 
 struct KeepAll {
@@ -58,6 +59,13 @@ struct Dropout {
   DEVICE bool keep(const u32 (&x)[4], int half, int group) const {
     const u32 word = x[2 * half + group / 2];
     return (group % 2 ? word : word << 16) > dropped;
+  }
+
+  // Which two draws of a word drop a weight, in its bits 15 and 31, where at most half of all do.
+  DEVICE bool seldom() const { return static_cast<int>(dropped) >= 0; }
+  DEVICE u32 signs(u32 word) const {
+    const u32 greatest = dropped >> 16, pair = greatest | greatest << 16;
+    return ptx::add_u16x2(ptx::min_u16x2(word, pair + 0x80008000u), ~pair);
   }
 
   DEVICE float rescale() const { return factor; }

@@ -81,7 +81,8 @@ struct LazySoftmax {
     s.each_pair([&](float &even, float &odd, int r, int column) {
       float shift[2] = {base[r], base[r]};
       quick.shift(shift, r, column);
-      const float gain[2] = {quick.gain(even), quick.gain(odd)};
+      float gain[2];
+      quick.gains(even, odd, gain);
       float &sum = chain[r][column / 8 % 2];
       sum += even = ptx::ex2(ptx::fma(even, gain[0], shift[0]));
       sum += odd = ptx::ex2(ptx::fma(odd, gain[1], shift[1]));

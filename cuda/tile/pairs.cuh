@@ -1,6 +1,6 @@
 // An array with an element for every pair of a query and a key.
 #pragma once
-#include "device.cuh"
+#include "ptx/global.cuh"
 
 // The last position that may be read along an axis: tiles reach beyond the length in use, and a sequence may be longer
 // than the axis of an array, `extent`, is (0: it is not).
@@ -28,3 +28,6 @@ struct Pairs {
   DEVICE const Element *of(int q) const { return x + (q < last_q ? q : last_q) * row; }
   DEVICE Element at(int q, int k) const { return of(q)[(k < last_k ? k : last_k) * column]; }
 };
+
+// Two neighbours of an array of bytes, in the low half of a word; the first is at an even address.
+DEVICE u32 two_bytes(const unsigned char *from) { return ptx::load_u16(from); }

@@ -15,4 +15,8 @@ CUPYFLASH_LOAD_IF(u16)
 CUPYFLASH_LOAD_IF(u32)
 CUPYFLASH_LOAD_IF(u64)
 
+DEVICE u32 load_u16(const void *from, emu::Loc = emu::Loc::here()) {
+  return load_if(true, static_cast<const u16 *>(from));
+}
+
 }  // namespace ptx
