@@ -8,6 +8,9 @@ import abc
 import dataclasses
 import functools
 import numbers
+import sys
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -54,13 +57,22 @@ def _diagonal(alignment: str, len_q: int, len_k: int) -> int:
 class Mask(abc.ABC):
     """What every mask answers, of the batch entry or sequence ``b`` and its lengths in use.
 
-    Two masks are equal if they are but for their arrays.
+    Two masks are equal if they are but for their arrays. JAX's transformations take masks as
+    arguments and results: a mask that is made when JAX has been imported is a pytree, whose leaves
+    are its arrays.
     """
 
     header: ClassVar[str]  # of the CUDA type, from cuda/
     cuda_bytes: ClassVar[int]  # of an object of the CUDA type
     # The fields that hold integer arrays, and what each broadcasts to: "batch", "len_q", "len_k".
     shapes: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Mask":
+        """Make a mask, of a class that JAX knows from then on."""
+        mask = super().__new__(cls)
+        if cls not in _nodes and hasattr(sys.modules.get("jax"), "tree_util"):
+            _register(cls)
+        return mask
 
     @abc.abstractmethod
     def cuda_type(self, *dtypes: str) -> str:
@@ -109,6 +121,27 @@ class Mask(abc.ABC):
         if not isinstance(other, Mask):
             return NotImplemented
         return All(self, other)
+
+
+_lock = threading.Lock()
+_nodes: set[type[Mask]] = set()  # classes that JAX knows
+
+
+def _register(cls: type[Mask]) -> None:
+    """Let JAX carry the masks of a class into its transformations and out of them."""
+
+    def flatten(mask: Mask) -> tuple[list[Any], tuple[Mask, ...]]:
+        return [x for part in mask.parts for x in part.arrays], tuple(p.static for p in mask.parts)
+
+    def unflatten(statics: tuple[Mask, ...], leaves: Iterable[Any]) -> Mask:
+        rest = iter(leaves)
+        parts = [part.bound(*(next(rest) for _ in part.shapes)) for part in statics]
+        return All(*parts) if cls is All else parts[0]
+
+    with _lock:
+        if cls not in _nodes:
+            sys.modules["jax"].tree_util.register_pytree_node(cls, flatten, unflatten)
+            _nodes.add(cls)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,56 @@ def test_under_jit(kit: Kit, dtype: str) -> None:
         check(kit, compiled(*map(kit.put, arrays)), arrays)
 
 
+MASKS = {
+    "prefix": lambda put: PrefixLM(put(np.array([3, 0]))),
+    "one prefix for all": lambda put: PrefixLM(4),
+    "segments": lambda put: Segments(put(np.array([[0, 0, 1, 1, 2]] * 2)), put(np.arange(9) // 3)),
+    "all": lambda put: PrefixLM(put(np.array([3, 0])), "top_left") & Band(left=2) & PrefixLM(7),
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_masks_are_arguments_of_jit(host: Kit, make: Any) -> None:
+    """One compiled function serves other arrays of the same mask, and not another mask."""
+    arrays = inputs()
+    traced = []
+
+    @jax.jit
+    def f(q: Any, k: Any, v: Any, mask: Mask) -> Any:
+        traced.append(mask)
+        return attend(q, k, v, mask=mask)
+
+    for mask in (make(host.put), jax.tree.map(lambda x: x + 1, make(host.put))):
+        plain = jax.tree.map(np.asarray, mask)
+        check(host, f(*map(host.put, arrays), mask), arrays, mask=plain)
+    assert len(traced) == 1
+    check(host, f(*map(host.put, arrays), Band(left=1)), arrays, mask=Band(left=1))
+    assert len(traced) == 2
+
+
+def test_masks_are_mapped(host: Kit) -> None:
+    arrays = inputs(3)
+    prefix = np.array([[1, 2], [9, 0], [4, 4]])
+    mask = PrefixLM(host.put(prefix)) & Band(right=1)
+    results = jax.vmap(lambda q, k, v, mask: attend(q, k, v, mask=mask))(
+        *map(host.put, arrays), mask
+    )
+    for i in range(3):
+        one = jax.tree.map(lambda x, i=i: x[i], results)
+        check(host, one, [x[i] for x in arrays], mask=PrefixLM(prefix[i]) & Band(right=1))
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_masks_come_out_of_transformations_as_they_went_in(host: Kit, make: Any) -> None:
+    mask = make(host.put)
+    again = jax.jit(lambda mask: mask)(mask)
+    assert type(again) is type(mask)
+    assert again == mask
+    for part, other in zip(mask.parts, again.parts, strict=True):
+        for x, y in zip(part.arrays, other.arrays, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_under_jit_between_other_operations(kit: Kit) -> None:
     q, k, v = inputs()
     layers = jax.jit(lambda q, k, v: attend(q * 2, k + 1, v)[0] * 2)
